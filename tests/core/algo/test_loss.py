@@ -123,9 +123,7 @@ def test_gradient_equals_autograd_of_the_formula_in_float64(type_, correction, k
     policy.requires_grad_(True)
     tensor = torch.tensor(mask)
     weights = token_weights(tensor, type=type_, num_sequences=6)
-    loss, _ = surrogate_loss(
-        policy, TokenBatch(old, rollout, advantages, tensor, weights), config, ref_logprobs_BT=ref
-    )
+    loss, _ = surrogate_loss(policy, TokenBatch(old, rollout, advantages, tensor, weights), config, ref_logprobs_BT=ref)
     loss.backward()
 
     exact = policy.detach().double().requires_grad_(True)

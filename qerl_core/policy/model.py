@@ -1,0 +1,110 @@
+"""The policy: an NVFP4 base, frozen, with a PEFT LoRA on its linears. What trains is the LoRA, in float32."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from qerl_core.config import LoraConfig, ModelConfig, TrainConfig
+from qerl_core.errors import BadCheckpoint
+from qerl_core.policy.source import local_folder
+from qerl_core.quant.checkpoint import cached_nvfp4, load_model, load_plain_model
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyModel:
+    """A causal language model with an adapter, and what sampling and training need to know of it."""
+
+    peft: PeftModel
+    causal: Any
+    """The model inside `peft`, adapter layers included."""
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    """Each of them ends a completion."""
+    name: str
+    """What an adapter says its base is."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.head_VH.device
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Token ids to hidden states."""
+        decoder: nn.Module = self.causal.get_decoder()
+        return decoder
+
+    @property
+    def head_VH(self) -> Tensor:
+        """The output head's weight."""
+        weight: Tensor = self.causal.get_output_embeddings().weight
+        return weight
+
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that train, by name."""
+        return {name: p for name, p in self.peft.named_parameters() if p.requires_grad}
+
+
+def default_device() -> torch.device:
+    """The first GPU, or else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_base(config: ModelConfig, cache: Path, *, dtype: str = "auto") -> tuple[Any, Any]:
+    """The frozen base and its tokenizer; quantized once and kept in `cache`. BadCheckpoint says what is wrong."""
+    device = default_device()
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    compute_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    folder = local_folder(config, cache)
+    if config.quantization == "nvfp4":
+        folder = cached_nvfp4(folder, cache)
+        # On a CPU decoding costs more than the product, so each weight is decoded once and kept.
+        keep = device.type == "cpu"
+        causal = load_model(folder, compute_dtype=compute_dtype, device=device, keep_decoded=keep)
+    else:
+        causal = load_plain_model(folder, compute_dtype=compute_dtype, device=device)
+    return causal, AutoTokenizer.from_pretrained(folder)
+
+
+def open_model(config: TrainConfig, cache: Path) -> PolicyModel:
+    """The base with a fresh adapter: B is zero, so it is the base's equal until it is trained."""
+    causal, tokenizer = open_base(config.model, cache, dtype=config.dtype)
+    torch.manual_seed(config.seed)
+    peft = get_peft_model(causal, peft_config(config.lora))
+    name = base_name(config.model)
+    peft.peft_config["default"].base_model_name_or_path = name  # PEFT has put the folder's path here
+    return PolicyModel(peft, causal, tokenizer, eos_ids(causal, tokenizer), name)
+
+
+def base_name(config: ModelConfig) -> str:
+    """The public name of the base: never a local path."""
+    return config.hub_id or config.id
+
+
+def peft_config(config: LoraConfig) -> PeftLoraConfig:
+    """The adapter's PEFT config."""
+    return PeftLoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT divides by it, so a fraction does
+        lora_dropout=config.dropout,
+        target_modules=list(config.target_modules),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def eos_ids(causal: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a completion: the generation config's, or else the config's and the tokenizer's."""
+    for source in (causal.generation_config, causal.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list | tuple) else [ids])
+    raise BadCheckpoint("neither generation_config.json nor config.json nor the tokenizer names an eos_token_id")

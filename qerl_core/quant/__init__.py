@@ -1,0 +1,1 @@
+"""NVFP4 weights: the codec, the frozen linear layer over packed weights, and checkpoints on disk."""

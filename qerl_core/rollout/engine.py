@@ -1,0 +1,33 @@
+"""What samples completions. `hf_engine` is the slow twin of every other engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from qerl_core.types import Group, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn."""
+
+    num_completions: int
+    """Completions a prompt."""
+    max_tokens: int
+    """A completion is cut after so many."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """The smallest set of tokens with this probability is drawn from."""
+
+
+class RolloutEngine(Protocol):
+    """Samples from the policy as it is, under noise or without."""
+
+    def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int) -> list[Group]:
+        """A group for each prompt, in order. Norm noise of `sigma` is drawn anew from `seed`, as the tokens are.
+
+        Log-probs are of the distribution that was drawn from. After it, the policy is clean. RolloutFailed if the
+        engine cannot give what was asked for.
+        """
+        ...

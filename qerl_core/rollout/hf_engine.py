@@ -1,0 +1,144 @@
+"""Rollouts by the trained model itself, through transformers: slow, exact, runs on a CPU.
+
+A prompt is prefilled once for all its completions; finished sequences leave the batch. P = prompts, B = sequences
+that still grow, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from qerl_core.errors import RolloutFailed
+from qerl_core.policy.model import PolicyModel
+from qerl_core.policy.norms import NormNoise
+from qerl_core.rollout.engine import Sampling
+from qerl_core.types import Completion, FinishReason, Group, Prompt
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+
+class HfEngine:
+    """A `RolloutEngine` over the policy's own modules: nothing is copied, so nothing is ever stale."""
+
+    def __init__(self, model: PolicyModel, *, max_sequences: int = 64) -> None:
+        self.model = model
+        self.max_sequences = max_sequences
+        self.noise: NormNoise | None = None
+
+    @torch.no_grad()
+    def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int) -> list[Group]:
+        """See `RolloutEngine`."""
+        generator = torch.Generator(self.model.device).manual_seed(seed)
+        prompts_at_once = max(1, self.max_sequences // sampling.num_completions)
+        was_training = self.model.causal.training
+        self.model.causal.eval()
+        try:
+            if sigma == 0:
+                return self._groups(prompts, prompts_at_once, sampling, generator)
+            self.noise = self.noise or NormNoise(self.model.causal)
+            with self.noise.applied(sigma, seed):
+                return self._groups(prompts, prompts_at_once, sampling, generator)
+        finally:
+            self.model.causal.train(was_training)
+
+    def _groups(
+        self, prompts: Sequence[Prompt], prompts_at_once: int, sampling: Sampling, generator: torch.Generator
+    ) -> list[Group]:
+        groups: list[Group] = []
+        for start in range(0, len(prompts), prompts_at_once):
+            groups += self._decode(prompts[start : start + prompts_at_once], sampling, generator)
+        return groups
+
+    def _decode(self, prompts: Sequence[Prompt], sampling: Sampling, generator: torch.Generator) -> list[Group]:
+        device = self.model.device
+        token_ids_PL, mask_BL = _pad_left([prompt.token_ids for prompt in prompts], device)
+        positions_PL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.model.causal.config)
+        logits_BV = self._forward(token_ids_PL, mask_BL, positions_PL, cache)
+
+        repeat = sampling.num_completions
+        cache.batch_repeat_interleave(repeat)
+        logits_BV = logits_BV.repeat_interleave(repeat, dim=0)
+        mask_BL = mask_BL.repeat_interleave(repeat, dim=0)
+        position_B = positions_PL[:, -1].repeat_interleave(repeat)
+
+        sequences = [_Sequence() for _ in range(len(prompts) * repeat)]
+        live = list(range(len(sequences)))
+        for step in range(sampling.max_tokens):
+            token_B, logprob_B = sample(logits_BV, sampling, generator)
+            going = []
+            for place, (number, token, logprob) in enumerate(
+                zip(live, token_B.tolist(), logprob_B.tolist(), strict=True)
+            ):
+                sequence = sequences[number]
+                sequence.tokens.append(token)
+                sequence.logprobs.append(logprob)
+                sequence.stopped = token in self.model.eos_ids
+                if not sequence.stopped:
+                    going.append(place)
+            if not going or step + 1 == sampling.max_tokens:
+                break
+            if len(going) < len(live):
+                keep = torch.tensor(going, device=device)
+                cache.batch_select_indices(keep)
+                token_B, mask_BL, position_B = token_B[keep], mask_BL[keep], position_B[keep]
+                live = [live[place] for place in going]
+            position_B = position_B + 1
+            mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(live), 1)], dim=1)
+            logits_BV = self._forward(token_B[:, None], mask_BL, position_B[:, None], cache)
+
+        return [
+            Group(prompt, tuple(map(self._completion, sequences[p * repeat : (p + 1) * repeat])))
+            for p, prompt in enumerate(prompts)
+        ]
+
+    def _forward(self, token_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        # By place: the cache's name differs between releases of transformers.
+        hidden = self.model.decoder(token_ids, mask, positions, cache, use_cache=True).last_hidden_state[:, -1]
+        logits_BV: Tensor = (hidden @ self.model.head_VH.T).float()
+        if not bool(logits_BV.isfinite().all()):
+            raise RolloutFailed("the policy's logits are not finite while sampling")
+        return logits_BV
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        text = self.model.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        reason: FinishReason = "stop" if sequence.stopped else "length"
+        return Completion(tuple(sequence.tokens), tuple(sequence.logprobs), text, reason)
+
+
+def sample(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A token for each row and its log-prob under the distribution it was drawn from: int64 [B], float32 [B].
+
+    Greedy (temperature 0) gives the log-prob at temperature 1.
+    """
+    if sampling.temperature == 0:
+        token_B = logits_BV.argmax(dim=-1)
+        return token_B, logits_BV.log_softmax(dim=-1).gather(1, token_B[:, None])[:, 0]
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.top_p < 1:
+        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
+        probs_BV = sorted_BV.softmax(dim=-1)
+        outside_BV = probs_BV.cumsum(dim=-1) - probs_BV >= sampling.top_p  # the first token is always inside
+        logits_BV = logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), -torch.inf)
+    logprobs_BV = logits_BV.log_softmax(dim=-1)
+    token_B1 = logprobs_BV.exp().multinomial(1, generator=generator)
+    return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
+
+
+def _pad_left(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    length = max(map(len, rows))
+    token_ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for r, row in enumerate(rows):
+        token_ids[r, length - len(row) :] = torch.tensor(row)
+        mask[r, length - len(row) :] = 1
+    return token_ids.to(device), mask.to(device)

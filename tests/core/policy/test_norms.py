@@ -1,0 +1,77 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qerl_core.errors import BadCheckpoint
+from qerl_core.policy.norms import NormNoise, noisy_norms
+from tests.tiny import make_model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_two_norms_of_each_block_carry_noise(architecture, tmp_path):
+    causal = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture=architecture))
+
+    assert sorted(noisy_norms(causal)) == [
+        "layers.0.input_layernorm", "layers.0.post_attention_layernorm",
+        "layers.1.input_layernorm", "layers.1.post_attention_layernorm",
+    ]  # fmt: skip
+
+
+def test_an_architecture_with_other_norms_is_refused(tiny_folder):
+    causal = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    del causal.model.layers[1].input_layernorm
+
+    with pytest.raises(BadCheckpoint, match=r"3 norms .* 4 are wanted"):
+        NormNoise(causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_is_clean_plus_draw_and_gone_afterwards_to_the_bit(tiny_folder, dtype):
+    causal = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype)
+    noise = NormNoise(causal)
+    norms = list(noise.norms.values())
+    clean = [norm.weight.detach().clone() for norm in norms]
+    draws = []
+
+    for seed in (1, 2):
+        with noise.applied(0.01, seed):
+            draws.append(torch.cat([norm.weight - before.float() for norm, before in zip(norms, clean, strict=True)]))
+
+    assert all(torch.equal(norm.weight, before) for norm, before in zip(norms, clean, strict=True))
+    assert all(norm.weight.dtype == dtype for norm in norms)
+    assert draws[0].std().item() == pytest.approx(0.01, rel=0.15)
+    assert draws[1].std().item() == pytest.approx(0.01, rel=0.15)  # a fresh draw, not one more on top
+    assert not torch.equal(draws[0], draws[1])
+
+
+def test_small_noise_is_not_lost_to_bfloat16(tiny_folder):
+    causal = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16)
+    noise = NormNoise(causal)
+    [norm, *_] = noise.norms.values()
+    clean = norm.weight.float()
+
+    with noise.applied(1e-4, 0):
+        changed = norm.weight != clean
+        output = norm(torch.ones(1, 64, dtype=torch.bfloat16))
+
+    assert changed.all()  # in bfloat16 a step at 1 is 7.8e-3: nothing would have changed
+    assert output.dtype == torch.bfloat16
+
+
+def test_an_error_inside_leaves_the_norms_clean(tiny_folder):
+    causal = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    noise = NormNoise(causal)
+    [norm, *_] = noise.norms.values()
+    before = norm.weight.detach().clone()
+
+    with pytest.raises(RuntimeError, match="the engine broke"), noise.applied(0.1, 0):
+        raise RuntimeError("the engine broke")
+
+    assert torch.equal(norm.weight, before)
+
+
+def test_negative_sigma_is_refused(tiny_folder):
+    noise = NormNoise(AutoModelForCausalLM.from_pretrained(tiny_folder))
+
+    with pytest.raises(ValueError, match="below 0"), noise.applied(-0.1, 0):
+        pass

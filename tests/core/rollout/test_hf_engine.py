@@ -1,0 +1,142 @@
+import pytest
+import torch
+
+from qerl_core.errors import RolloutFailed
+from qerl_core.rollout.engine import Sampling
+from qerl_core.rollout.hf_engine import HfEngine, sample
+from qerl_core.types import Prompt
+
+DRAWN = Sampling(num_completions=4, max_tokens=12)
+
+
+def prompts_of(policy, *texts):
+    encode = policy.model.tokenizer.encode
+    return [Prompt(i, {}, tuple(encode(text))) for i, text in enumerate(texts)]
+
+
+def tokens_of(groups):
+    return [completion.token_ids for group in groups for completion in group.completions]
+
+
+def logprobs_of(groups):
+    flat = [completion.rollout_logprobs for group in groups for completion in group.completions]
+    return torch.cat([torch.tensor(row) for row in flat])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_logprobs_are_the_policy_s_own(make_policy, temperature):
+    policy = make_policy(rollout={"temperature": temperature})
+    engine = HfEngine(policy.model)
+
+    sampling = Sampling(num_completions=4, max_tokens=12, temperature=temperature)
+    groups = engine.rollout(prompts_of(policy, "1+1=", "a longer prompt", "x"), sampling, sigma=0.0, seed=1)
+
+    lengths = [len(tokens) for tokens in tokens_of(groups)]
+    trained = torch.cat([row[:n] for row, n in zip(policy.logprobs(groups), lengths, strict=True)])
+    torch.testing.assert_close(logprobs_of(groups), trained, rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_equals_transformers_generate(make_policy):
+    policy = make_policy()
+    prompts = prompts_of(policy, "1+1=", "a longer prompt", "x")
+
+    groups = HfEngine(policy.model).rollout(prompts, Sampling(1, 12, temperature=0.0), sigma=0.0, seed=0)
+
+    for prompt, tokens in zip(prompts, tokens_of(groups), strict=True):
+        generated = policy.model.causal.generate(
+            torch.tensor([prompt.token_ids]), attention_mask=torch.ones(1, len(prompt.token_ids), dtype=torch.long),
+            max_new_tokens=12, do_sample=False,
+        )  # fmt: skip
+        assert tuple(generated[0, len(prompt.token_ids) :].tolist()) == tokens
+
+
+def test_a_seed_gives_the_same_rollouts_and_another_gives_others(make_policy):
+    policy = make_policy()
+    engine, prompts = HfEngine(policy.model), prompts_of(policy, "1+1=", "2+2=")
+
+    first, again, other = (engine.rollout(prompts, DRAWN, sigma=0.01, seed=seed) for seed in (5, 5, 6))
+
+    assert first == again
+    assert tokens_of(first) != tokens_of(other)
+
+
+def test_noise_changes_rollouts_and_leaves_no_trace(make_policy):
+    policy = make_policy()
+    engine, prompts = HfEngine(policy.model), prompts_of(policy, "1+1=", "2+2=")
+    before = engine.rollout(prompts, DRAWN, sigma=0.0, seed=5)
+
+    noisy = engine.rollout(prompts, DRAWN, sigma=0.05, seed=5)
+
+    assert noisy != before
+    assert engine.rollout(prompts, DRAWN, sigma=0.0, seed=5) == before
+
+
+def test_noisy_logprobs_are_those_of_the_noisy_policy(make_policy):
+    policy = make_policy()
+    engine = HfEngine(policy.model)
+    groups = engine.rollout(prompts_of(policy, "1+1="), DRAWN, sigma=0.2, seed=5)
+    lengths = [len(tokens) for tokens in tokens_of(groups)]
+
+    def trained():
+        return torch.cat([row[:n] for row, n in zip(policy.logprobs(groups), lengths, strict=True)])
+
+    assert (logprobs_of(groups) - trained()).abs().max() > 1e-2
+    with engine.noise.applied(0.2, 5):
+        torch.testing.assert_close(logprobs_of(groups), trained(), rtol=1e-4, atol=1e-4)
+
+
+def test_every_eos_id_ends_a_completion_and_is_its_last_token(make_policy):
+    policy = make_policy()
+    model = policy.model
+    some = frozenset({*model.eos_ids, *range(0, 256, 4)})
+    object.__setattr__(model, "eos_ids", some)
+
+    groups = HfEngine(model).rollout(prompts_of(policy, "1+1=", "2+2="), Sampling(16, 20), sigma=0.0, seed=0)
+
+    completions = [completion for group in groups for completion in group.completions]
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert len({completion.token_ids[-1] for completion in stopped}) > 3
+    assert min(len(completion.token_ids) for completion in stopped) == 1
+    for completion in completions:
+        ended = completion.token_ids[-1] in some
+        assert ended == (completion.finish_reason == "stop")
+        assert ended or len(completion.token_ids) == 20
+        assert not some.intersection(completion.token_ids[:-1])
+        assert len(completion.token_ids) == len(completion.rollout_logprobs)
+
+
+def test_batches_larger_than_the_engine_takes_at_once_are_cut(make_policy):
+    policy = make_policy()
+    prompts = prompts_of(policy, "1", "22", "333", "4444", "55555")
+
+    groups = HfEngine(policy.model, max_sequences=8).rollout(prompts, DRAWN, sigma=0.0, seed=0)
+
+    assert [group.prompt for group in groups] == prompts
+    assert {len(group.completions) for group in groups} == {4}
+
+
+def test_a_policy_that_is_not_finite_is_an_error(make_policy):
+    policy = make_policy()
+    for parameter in policy.model.trainable().values():
+        parameter.data.fill_(float("nan"))
+
+    with pytest.raises(RolloutFailed, match="not finite"):
+        HfEngine(policy.model).rollout(prompts_of(policy, "1"), DRAWN, sigma=0.0, seed=0)
+
+
+def test_top_p_draws_from_the_smallest_sufficient_set_and_says_its_probability():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    token, logprob = sample(logits, Sampling(1, 1, top_p=0.7), generator)
+
+    assert set(token.tolist()) == {0, 1}
+    torch.testing.assert_close(logprob.exp(), torch.where(token == 0, 0.625, 0.375))
+    assert (token == 0).float().mean().item() == pytest.approx(0.625, abs=0.03)
+
+
+def test_a_tiny_top_p_still_leaves_the_likeliest_token():
+    token, logprob = sample(torch.tensor([[0.0, 1.0, 0.5]]), Sampling(1, 1, top_p=1e-6), torch.Generator())
+
+    assert token.tolist() == [1]
+    assert logprob.tolist() == [0.0]

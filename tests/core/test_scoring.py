@@ -1,0 +1,79 @@
+import pytest
+
+from qerl_core.errors import GraderFailed
+from qerl_core.scoring import Scorer, summarize
+from qerl_core.types import Completion, Grade, Group, Prompt
+
+
+class FakePool:
+    """Answers with the grades it was given, in order."""
+
+    def __init__(self, grades):
+        self.grades = iter(grades)
+        self.asked = []
+
+    def grade(self, requests):
+        self.asked += [(request.item, request.output_text) for request in requests]
+        return [next(self.grades) for _ in requests]
+
+
+def groups_of(*texts):
+    made = [tuple(Completion((1,) * len(text), (-1.0,) * len(text), text, "stop") for text in group) for group in texts]
+    return [Group(Prompt(i, {"row": i}, (1,)), completions) for i, completions in enumerate(made)]
+
+
+def test_rewards_keep_the_places_of_their_completions():
+    pool = FakePool([Grade(0.1), Grade(0.2), Grade(0.3), Grade(0.4)])
+
+    rewards = Scorer(pool).score(groups_of(["a", "b"], ["c", "d"]))
+
+    assert rewards == [[0.1, 0.2], [0.3, 0.4]]
+    assert pool.asked == [({"row": 0}, "a"), ({"row": 0}, "b"), ({"row": 1}, "c"), ({"row": 1}, "d")]
+
+
+def test_a_failed_grader_is_no_reward():
+    pool = FakePool([Grade(1.0)] * 19 + [Grade(None, "python_grader_runtime_error", "boom")])
+
+    [rewards] = Scorer(pool).score(groups_of(["a"] * 20))
+
+    assert rewards == [1.0] * 19 + [None]
+
+
+def test_more_than_a_tenth_of_errors_ends_the_run_with_each_kind_once():
+    bad = [Grade(None, "python_grader_runtime_error", "KeyError: 'x'"), Grade(None, "other_error", "gone")]
+    scorer = Scorer(FakePool([*bad, bad[0], *[Grade(1.0)] * 17]))
+
+    with pytest.raises(GraderFailed, match="3 of the last 20") as caught:
+        scorer.score(groups_of(["a"] * 20))
+
+    assert str(caught.value).count("KeyError") == 1
+    assert "other_error: gone" in str(caught.value)
+
+
+def test_old_errors_leave_the_window():
+    grades = [Grade(None, "other_error", "gone")] * 40 + [Grade(1.0)] * 460 + [Grade(1.0)] * 500
+    grades += [Grade(None, "other_error", "gone")] * 40 + [Grade(1.0)] * 460
+    scorer = Scorer(FakePool(grades))
+
+    for _ in range(3):
+        assert len(scorer.score(groups_of(["a"] * 500))[0]) == 500
+
+
+def test_a_batch_s_summary_by_hand():
+    groups = groups_of(["aa", "bbbb"], ["", "cc"])
+    object.__setattr__(groups[0].completions[1], "finish_reason", "length")
+
+    found = summarize(groups, [[1.0, 0.0], [None, 0.5]])
+
+    assert found == pytest.approx({
+        "grader/error_frac": 0.25,
+        "completion/mean_tokens": 2.0,
+        "completion/truncated_frac": 0.25,
+        "tokens/rollout": 8.0,
+        "reward/mean": 0.5,
+        "reward/std": (0.5 / 3) ** 0.5,
+    })  # fmt: skip
+
+
+def test_a_batch_without_any_reward_has_no_mean():
+    assert "reward/mean" not in summarize(groups_of(["a", "b"]), [[None, None]])
