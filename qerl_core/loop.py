@@ -40,7 +40,7 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
         read_rows(config.data.train_path), policy.model.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
     )
     held_out = held_out_prompts(config, policy.model.tokenizer)
-    resumed = policy.resume(folder)
+    checkpoint = policy.resume(folder)
     prompts = PromptStream(rows, shuffle=config.data.shuffle, seed=config.seed, position=policy.position.prompts_taken)
     sampling = Sampling(
         num_completions=config.rollout.group_size,
@@ -48,11 +48,13 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
     )
-    observer.on_start(policy.position.step if resumed else -1)
+    observer.on_start(policy.position.step if checkpoint else -1)
+    if checkpoint:  # the run may have died before anyone heard of it
+        observer.on_checkpoint(policy.position.step, checkpoint)
 
     with GraderPool(config.grader) as pool:
         scorer = Scorer(pool)
-        if held_out and not resumed:
+        if held_out and not checkpoint:
             observer.on_phase("evaluating")
             if observer.on_step(0, evaluate(engine, scorer, held_out, config)):
                 return False

@@ -23,7 +23,10 @@ class Observer(Protocol):
         ...
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Take a checkpoint that is whole and verified; `folder / "adapter"` is the PEFT adapter."""
+        """Take a checkpoint that is whole and verified; `folder / "adapter"` is the PEFT adapter.
+
+        A run that goes on from a checkpoint hands it over once more.
+        """
         ...
 
 

@@ -64,8 +64,11 @@ def save(model: PolicyModel, optimizer: torch.optim.Optimizer, position: Positio
     return target
 
 
-def load(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> Position | None:
-    """Go on from the newest checkpoint that is whole; None if there is none. A broken one is passed over and logged."""
+def load(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Position, Path] | None:
+    """Go on from the newest checkpoint that is whole; None if there is none. A broken one is passed over and logged.
+
+    Returns where the run is and the checkpoint's folder.
+    """
     for path in reversed(_found(folder)):
         try:
             verify(path)
@@ -76,7 +79,7 @@ def load(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> 
         if found.unexpected_keys:
             raise BadCheckpoint(f"{path.name} is of another adapter: {found.unexpected_keys[:3]}")
         _set_moments(optimizer, model.trainable(), read_tensors(path / "optimizer.safetensors"))
-        return Position(**json.loads((path / "state.json").read_text()))
+        return Position(**json.loads((path / "state.json").read_text())), path
     return None
 
 

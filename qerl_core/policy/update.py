@@ -49,11 +49,13 @@ class Policy:
         """The base with a fresh adapter."""
         return cls(config, open_model(config, cache))
 
-    def resume(self, folder: Path) -> bool:
-        """Go on from the folder's last whole checkpoint. False if there is none."""
-        position = resume.load(self.model, self.optimizer, folder)
-        self.position = position or self.position
-        return position is not None
+    def resume(self, folder: Path) -> Path | None:
+        """Go on from the folder's last whole checkpoint; returns it, or None if there is none."""
+        found = resume.load(self.model, self.optimizer, folder)
+        if found is None:
+            return None
+        self.position, checkpoint = found
+        return checkpoint
 
     def save(self, folder: Path) -> Path:
         """Write a verified checkpoint; returns its folder."""

@@ -68,6 +68,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(with_validation, c
     assert train(with_validation(), tmp_path / "cut", second, cache=cache)
 
     assert second.starts == [3]
+    assert second.checkpoints[0] == (3, True)
     assert list(second.steps) == [4, 5, 6]
     together = first.steps | second.steps
     for step, metrics in whole.steps.items():
