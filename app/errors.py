@@ -1,0 +1,74 @@
+"""Errors of the service: OpenAI's error body, `{"error": {message, type, param, code}}`.
+
+ServiceError             500 server_error
+├── BadRequest           400 invalid_request_error
+│   ├── NotFound         404 code not_found
+│   ├── JobConflict      400 code job_conflict: the job's state forbids it
+│   └── TooLarge         413 code file_too_large
+├── Unavailable          503 server_error: a part that is needed is away
+└── LeaseLost            never seen by a client: this attempt has been superseded
+"""
+
+from typing import Any
+
+
+class ServiceError(Exception):
+    """What a client is told. The message holds the remedy; it names no local path."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, **extra: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or type(self).code
+        self.extra = extra
+        """Further keys of the error body, such as every fault of an upload."""
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**error, **self.extra}}
+
+
+class BadRequest(ServiceError):
+    """The request cannot be carried out as it is; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class NotFound(BadRequest):
+    """No such thing, or not the caller's."""
+
+    status = 404
+    code = "not_found"
+
+
+class JobConflict(BadRequest):
+    """The job is in a state that does not allow this. 400, since the SDK repeats a bare 409."""
+
+    code = "job_conflict"
+
+
+class TooLarge(BadRequest):
+    """An upload above the limit."""
+
+    status = 413
+    code = "file_too_large"
+
+
+class Unavailable(ServiceError):
+    """A part that this needs is away: database, broker, storage."""
+
+    status = 503
+    code = "unavailable"
+
+
+class LeaseLost(ServiceError):
+    """The job is no longer this attempt's: cancelled, finished, or given to another worker."""
+
+    code = "lease_lost"

@@ -1,0 +1,92 @@
+"""Around every request: its id, its line in the log, an answer even to what nobody expected, a limit to its body."""
+
+import logging
+import re
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app import logs
+from app.answers import UPLOADS, answer
+from app.ids import new_id
+from app.settings import get_settings
+
+logger = logging.getLogger(__name__)
+
+HEADER = "x-request-id"
+SANE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+PROBES = frozenset({"/livez", "/readyz"})
+MAX_JSON_BYTES = 4 * 1024**2
+MULTIPART_BYTES = 64 * 1024
+"""What an upload's body may have beyond its file: boundaries, other fields."""
+
+
+class RequestContext:
+    """Puts x-request-id on every response: the client's own if it is sane, so that its logs and ours meet."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if SANE.fullmatch(given) else new_id("req_")
+        status: int | None = None
+        began = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        with logs.bound(logs.request_id, request_id):
+            try:
+                await self.app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                pass
+            except Exception as error:
+                if status is not None:  # too late for another answer; the server breaks the connection off
+                    raise
+                await answer(Request(scope), error)(scope, receive, send_with_id)
+            finally:
+                level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+                taken_ms = (time.monotonic() - began) * 1000
+                logger.log(level, "%s %s %s %.0f ms", scope["method"], scope["path"], status or "gone", taken_ms)
+
+
+class BodyLimit:
+    """Stops reading a body at its limit, whatever length it claims: 413."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        upload = scope["path"] == UPLOADS
+        limit = get_settings().max_upload_bytes + MULTIPART_BYTES if upload else MAX_JSON_BYTES
+        too_large = HTTPException(413, f"The body is above the limit of {limit} bytes")
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise too_large
+        num_bytes = 0
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > limit:
+                raise too_large
+            return message
+
+        await self.app(scope, counted_receive, send)
