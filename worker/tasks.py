@@ -1,0 +1,111 @@
+"""The queue's side of a run: take the job, hold its lease while a process of its own trains, judge how that ended.
+
+Never loads torch: CUDA does not survive Celery's fork.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+from app import broker, db, logs
+from app.errors import JobConflict, LeaseLost, NotFound
+from app.jobs import service
+from app.jobs.service import Lease
+from app.jobs.state import ENDED, JobState
+from app.settings import Settings, get_settings
+from worker import child
+
+logger = logging.getLogger(__name__)
+
+# Made before the pool is forked, so that its processes see what the main process learns. A byte of shared memory and
+# no lock: a process that is killed while it looks leaves nothing locked.
+_stopping = mmap.mmap(-1, 1)
+
+
+def stop() -> None:
+    """Have every run of this worker checkpoint and give its job back."""
+    _stopping[0] = 1
+
+
+def stopping() -> bool:
+    """Whether this worker shuts down."""
+    return _stopping[0] == 1
+
+
+def train(job_id: str) -> None:
+    """Run a job's next attempt to its end. A message that comes twice finds the job taken."""
+    if stopping():  # the sweep rings again
+        return
+    worker = f"{socket.gethostname()}:{os.getpid()}"
+    with logs.bound(logs.job_id, job_id):
+        try:
+            with db.transaction() as session:
+                lease = service.claim(session, job_id, worker)
+        except (JobConflict, NotFound) as error:
+            logger.info("nothing to do: %s", error)
+            return
+        settings = get_settings()
+        try:
+            db.patiently(_attempt(lease, settings), patience_s=settings.lease_timeout_s)
+        except LeaseLost as error:  # the run has reported its end itself, or was superseded
+            logger.info("attempt %d is over: %s", lease.attempt, error)
+        _tidy(job_id, settings)
+
+
+def _attempt(lease: Lease, settings: Settings) -> Callable[..., None]:
+    """Run the attempt. Returns what to write, unless the run has said itself how it ended."""
+    log = settings.scratch / lease.job_id / f"attempt-{lease.attempt}.log"
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        code = child.run(
+            (*settings.run_command, lease.job_id, str(lease.attempt)),
+            log=log,
+            tick=_heart(lease, settings),
+            tick_s=settings.heartbeat_s,
+            grace_s=settings.stop_grace_s,
+            # Threads that spin while they wait slow everything down on cores that are shared.
+            env={"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ},
+        )
+    except OSError as error:
+        name = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "worker_crashed"
+        return partial(service.fail, lease=lease, code=name, message=f"The run could not start: {error.strerror}.")
+    if stopping() or code == child.UNREPORTED:
+        return partial(service.release, lease=lease, reason="its worker shut down" if stopping() else "no database")
+    return partial(service.fail, lease=lease, code="worker_crashed", message=child.obituary(code, log))
+
+
+def _heart(lease: Lease, settings: Settings) -> Callable[[], bool]:
+    """A heartbeat that tells whether the run is to stop. LeaseLost ends the run, as does a database away so long."""
+    beat_at = time.monotonic()
+
+    def beat() -> bool:
+        nonlocal beat_at
+        began = time.monotonic()
+        try:
+            with db.transaction() as session:
+                service.heartbeat(session, lease)
+            beat_at = began
+        except db.AWAY as error:
+            if began - beat_at > settings.lease_timeout_s:
+                raise LeaseLost(f"no database for {began - beat_at:.0f} s, so the lease has run out") from error
+            logger.warning("no heartbeat, the database is away: %s", error.orig)
+        return stopping()
+
+    return beat
+
+
+def _tidy(job_id: str, settings: Settings) -> None:
+    """Ring for a job that waits again; drop the checkpoints of one that has ended: what it made is in the store."""
+    with db.transaction(read_only=True) as session:
+        state = service.get(session, job_id).state
+    if state == JobState.QUEUED:
+        broker.ring(job_id)
+    elif state in ENDED:
+        for name in ("run", "data"):
+            shutil.rmtree(settings.scratch / job_id / name, ignore_errors=True)
