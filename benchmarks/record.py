@@ -1,0 +1,62 @@
+"""The form of a result: JSON that says what was measured, on what, with which command."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+BASELINES = Path(__file__).parent / "baselines"
+PACKAGES = ("torch", "transformers", "peft", "triton", "vllm", "fastapi", "sqlalchemy", "celery", "redis")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of ours beside its peers', from the same run."""
+
+    case: str
+    metric: str
+    better: Literal["higher", "lower"]
+    ours: float
+    peers: dict[str, float] = field(default_factory=dict)
+    spread: float | None = None
+    """Largest minus smallest of the repeats."""
+    goal: str | None = None
+    met: bool | None = None
+
+
+def write(name: str, machine: str, rows: list[Row], **extra: Any) -> Path:
+    """Write `baselines/<machine>/<name>.json`; returns its path."""
+    record = {
+        "name": name,
+        "command": f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": {"name": machine, "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "os": platform.system()},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "rows": [asdict(row) for row in rows],
+        **extra,
+    }
+    path = BASELINES / machine / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

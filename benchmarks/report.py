@@ -1,0 +1,34 @@
+"""`python -m benchmarks.report`: every figure on record as a Markdown table, with its goal and whether it is met."""
+
+import json
+import sys
+from typing import Any
+
+from benchmarks.record import BASELINES
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """A record's lines."""
+    machine = record["machine"]
+    lines = [
+        f"**{record['name']}** on {machine['cpu']}, {machine['cores']} cores, {record['date']}: `{record['command']}`",
+        "",
+        "| case | metric | ours | peers | goal | met |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        peers = ", ".join(f"{name} {value:.4g}" for name, value in row["peers"].items())
+        met = {True: "yes", False: "**no**", None: ""}[row["met"]]
+        cells = (row["case"], row["metric"], f"{row['ours']:.4g}", peers, row["goal"] or "", met)
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Print the tables of all baselines."""
+    for path in sorted(BASELINES.rglob("*.json")):
+        sys.stdout.write("\n".join(table(json.loads(path.read_text()))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

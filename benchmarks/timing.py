@@ -1,0 +1,50 @@
+"""Times on a GPU: medians of many runs, over inputs that do not stay in the cache. A wrong kernel is never timed."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+
+def gpu_microseconds(calls: Sequence[Callable[[], object]], *, repeats: int = 20, graph: bool = True) -> float:
+    """Median time of a call, rotating through `calls` so that each finds cold weights; CUDA graphs hide launches."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    replay: Callable[[], object]
+    if graph:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            for call in calls:
+                call()
+        replay = recorded.replay
+    else:
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+    replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return float(median(times))
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted, in float32; NaN never passes a bound."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def require_close(name: str, found: Tensor, wanted: Tensor, bound: float) -> float:
+    """The relative error. RuntimeError if it is not within the bound."""
+    error = relative_error(found, wanted)
+    if not error <= bound:
+        raise RuntimeError(f"{name} is wrong: relative error {error:.2e}, {bound:.0e} is allowed")
+    return error
