@@ -49,7 +49,8 @@ def _check_source(source: str) -> list[Problem]:
         tree = ast.parse(source)
         compile(tree, "grader.py", "exec")
     except SyntaxError as error:
-        return [Problem("source", f"line {error.lineno}: {error.msg}")]
+        where = f"line {error.lineno}: " if error.lineno else "it does not compile: "
+        return [Problem("source", where + error.msg)]
     except (ValueError, RecursionError, MemoryError) as error:
         return [Problem("source", f"it does not compile: {error or type(error).__name__}")]
     for node in tree.body:
