@@ -162,6 +162,7 @@ def watch(service: EmbeddedStack, client: OpenAI, job_id: str, console: Console)
         TextColumn("{task.fields[phase]}"),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
+        shown_step = 0
         task = progress.add_task("training", total=None, reward="-", speed="-", eta="-", phase="queued")
         while True:
             service.check()
@@ -176,6 +177,9 @@ def watch(service: EmbeddedStack, client: OpenAI, job_id: str, console: Console)
                 shown["eta"] = f"{max(0, job.estimated_finish - time.time()):.0f} s"
             steps = extra["progress"]
             progress.update(task, completed=steps["step"], total=steps["total_steps"], **shown)
+            if not console.is_terminal and steps["step"] > shown_step:  # a log gets lines instead of a bar
+                shown_step = steps["step"]
+                console.print(f"  step {shown_step}/{steps['total_steps']}", *(f"{k} {v}" for k, v in shown.items()))
             if job.status in ("succeeded", "failed", "cancelled"):
                 break
             time.sleep(1.0)

@@ -4,14 +4,27 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 BASELINES = Path(__file__).parent / "baselines"
-PACKAGES = ("torch", "transformers", "peft", "triton", "vllm", "fastapi", "sqlalchemy", "celery", "redis")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "triton",
+    "vllm",
+    "bitsandbytes",
+    "liger-kernel",
+    "fastapi",
+    "sqlalchemy",
+    "celery",
+    "redis",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,10 @@ class Row:
     goal: str | None = None
     met: bool | None = None
 
+    def judged(self, is_met: Callable[[float, dict[str, float]], bool]) -> "Row":
+        """The row with its verdict: is the goal met by (ours, peers)?"""
+        return replace(self, met=is_met(self.ours, self.peers))
+
 
 def write(name: str, machine: str, rows: list[Row], **extra: Any) -> Path:
     """Write `baselines/<machine>/<name>.json`; returns its path."""
@@ -35,7 +52,13 @@ def write(name: str, machine: str, rows: list[Row], **extra: Any) -> Path:
         "name": name,
         "command": f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": {"name": machine, "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "os": platform.system()},
+        "machine": {
+            "name": machine,
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "os": platform.system(),
+            **_gpu(),
+        },
         "versions": {"python": platform.python_version(), **_versions()},
         "rows": [asdict(row) for row in rows],
         **extra,
@@ -50,6 +73,13 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpu() -> dict[str, str]:
+    torch = sys.modules.get("torch")  # asked only where the benchmark has it
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
 def _versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ from qerl_core.data.chat import render_prompts
 from qerl_core.data.rows import read_rows
 from qerl_core.graders.runner import GraderPool
 from qerl_core.observer import Metrics
-from qerl_core.policy.model import PolicyModel, base_name, eos_ids, open_base
+from qerl_core.policy.model import PolicyModel, base_name, eos_ids, follow_autocast, open_base
 from qerl_core.rollout.engine import RolloutEngine, Sampling
 from qerl_core.rollout.hf_engine import HfEngine
 from qerl_core.scoring import Scorer, summarize
@@ -57,6 +57,7 @@ def compare(config: TrainConfig, adapter: Path, cache: Path) -> dict[str, Metric
     causal, tokenizer = open_base(config.model, cache, dtype=config.dtype)
     prompts = held_out_prompts(config, tokenizer)
     peft = PeftModel.from_pretrained(causal, str(adapter))
+    follow_autocast(peft)
     model = PolicyModel(peft, causal, tokenizer, eos_ids(causal, tokenizer), base_name(config.model))
     engine = HfEngine(model)
     with GraderPool(config.grader) as pool:

@@ -21,7 +21,8 @@ try:
 except ImportError:  # a machine without a GPU need not have it
     triton = None
 
-CHUNK_BYTES = 1 << 29
+CHUNK_BYTES = 5 << 27
+TILE_ROWS = 128  # of a matrix product
 
 
 def reference(
@@ -39,7 +40,7 @@ def softmax_stats(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of float32 logits [C, V]: log-prob of each target [C], entropy [C], and `onehot(target) - p` [C, V] if wanted.
 
-    The logits are not to be used afterwards. ValueError if they are not float32 and contiguous.
+    The logits are used up: the residual takes their memory. ValueError if they are not float32 and contiguous.
     """
     if logits_CV.dtype != torch.float32 or not logits_CV.is_contiguous():
         raise ValueError(f"logits are contiguous float32, not {logits_CV.dtype}")
@@ -67,8 +68,9 @@ if triton is not None:
 
     @triton.jit
     def _stats_kernel(
-        logits, target, logprob, entropy, residual, V, inv_temperature, BLOCK: tl.constexpr, WRITE: tl.constexpr
-    ):
+        logits, target, logprob, entropy, residual, V, residual_stride, inv_temperature,
+        BLOCK: tl.constexpr, WRITE: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         lane = tl.arange(0, BLOCK)
         # Each lane keeps its own maximum m, sum of e^(z - m), and sum of e^(z - m) z; they meet once at the end.
@@ -97,7 +99,8 @@ if triton is not None:
                 live = column < V
                 z = tl.load(logits + row * V + column, mask=live, other=-1e30) * inv_temperature
                 value = tl.where(column == chosen, 1.0, 0.0) - tl.exp(z - lse)
-                tl.store(residual + row * V + column, value.to(residual.dtype.element_ty), mask=live)
+                tl.debug_barrier()  # the row is overwritten from its start: no faster than every warp has read it
+                tl.store(residual + row * residual_stride + column, value.to(residual.dtype.element_ty), mask=live)
 
 
 def _stats_by_kernel(
@@ -105,12 +108,13 @@ def _stats_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     num_rows, num_columns = logits_CV.shape
     logprob_C, entropy_C = logits_CV.new_empty(2, num_rows)
-    write = residual_dtype is not None
-    residual_CV = torch.empty_like(logits_CV, dtype=residual_dtype) if write else None
+    # Row by row in the logits' own memory: an entry is never wider than the logit that it replaces.
+    residual_CV = None if residual_dtype is None else logits_CV.view(residual_dtype)[:, :num_columns]
+    written = logits_CV if residual_CV is None else residual_CV
     kernel: Any = _stats_kernel
     kernel[(num_rows,)](
-        logits_CV, target_C, logprob_C, entropy_C, residual_CV if write else logits_CV, num_columns,
-        1 / temperature, BLOCK=2048, WRITE=write, num_warps=8, enable_fp_fusion=True,
+        logits_CV, target_C, logprob_C, entropy_C, written, num_columns, written.stride(0), 1 / temperature,
+        BLOCK=4096, WRITE=residual_CV is not None, num_warps=16, enable_fp_fusion=True,
     )  # fmt: skip
     return logprob_C, entropy_C, residual_CV
 
@@ -136,6 +140,7 @@ def token_logprob(
     if head_VH.requires_grad:
         raise ValueError("the output head must be frozen")
     chunk = max(1, chunk_bytes // (4 * head_VH.shape[0]))
+    chunk -= chunk % TILE_ROWS if chunk > TILE_ROWS else 0
     found: tuple[Tensor, Tensor] = _TokenLogprob.apply(hidden_NH, head_VH, target_N, temperature, chunk)
     return found
 
@@ -156,6 +161,7 @@ class _TokenLogprob(torch.autograd.Function):
             )
             if slope_NH is not None and residual_CV is not None:
                 slope_NH[here] = (residual_CV @ head_VH).mul_(1 / temperature)
+            del logits_CV, residual_CV  # before the next chunk's are made
         ctx.save_for_backward(slope_NH)
         ctx.mark_non_differentiable(entropy_N)
         return logprob_N, entropy_N

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -47,6 +48,10 @@ class PolicyModel:
         weight: Tensor = self.causal.get_output_embeddings().weight
         return weight
 
+    def autocast(self) -> torch.autocast:
+        """Where forwards run: a bfloat16 model takes its LoRA products in bfloat16, from the float32 parameters."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.head_VH.dtype == torch.bfloat16)
+
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that train, by name."""
         return {name: p for name, p in self.peft.named_parameters() if p.requires_grad}
@@ -81,7 +86,15 @@ def open_model(config: TrainConfig, cache: Path) -> PolicyModel:
     peft = get_peft_model(causal, peft_config(config.lora))
     name = base_name(config.model)
     peft.peft_config["default"].base_model_name_or_path = name  # PEFT has put the folder's path here
+    follow_autocast(peft)
     return PolicyModel(peft, causal, tokenizer, eos_ids(causal, tokenizer), name)
+
+
+def follow_autocast(peft: PeftModel) -> None:
+    """Let autocast choose the type of the LoRA products; PEFT would make each input float32, the width of the layer."""
+    for module in peft.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
 def base_name(config: ModelConfig) -> str:

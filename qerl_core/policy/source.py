@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_core.config import ModelConfig
 from qerl_core.errors import BadCheckpoint
@@ -68,6 +68,8 @@ def _from_gguf(config: ModelConfig, folder: Path, cache: Path) -> Path:
 
 
 def _convert(folder: Path, gguf_file: str, out: Path) -> None:
+    from transformers import GgufConfig  # not in the older release that some vLLM wants, where GGUF is not needed
+
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
     dequantize = GgufConfig(dequantize=True)
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, quantization_config=dequantize)

@@ -170,12 +170,13 @@ class Policy:
         """Log-probs, with gradient, and entropies of completion tokens in their places of [B, T], zero elsewhere."""
         model = self.model
         packed = collate(rows, model.device)
-        hidden_RLH = model.decoder(
-            input_ids=packed.token_ids_RL,
-            attention_mask=packed.attention_mask_R1LL,
-            position_ids=packed.position_ids_RL,
-            use_cache=False,
-        ).last_hidden_state
+        with model.autocast():
+            hidden_RLH = model.decoder(
+                input_ids=packed.token_ids_RL,
+                attention_mask=packed.attention_mask_R1LL,
+                position_ids=packed.position_ids_RL,
+                use_cache=False,
+            ).last_hidden_state
         hidden_NH = hidden_RLH.flatten(0, 1)[packed.predictors]
         temperature = self.config.rollout.temperature
         logprob_N, entropy_N = token_logprob(hidden_NH, model.head_VH, packed.targets, temperature=temperature)

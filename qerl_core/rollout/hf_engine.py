@@ -103,7 +103,8 @@ class HfEngine:
 
     def _forward(self, token_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         # By place: the cache's name differs between releases of transformers.
-        hidden = self.model.decoder(token_ids, mask, positions, cache, use_cache=True).last_hidden_state[:, -1]
+        with self.model.autocast():
+            hidden = self.model.decoder(token_ids, mask, positions, cache, use_cache=True).last_hidden_state[:, -1]
         logits_BV: Tensor = (hidden @ self.model.head_VH.T).float()
         if not bool(logits_BV.isfinite().all()):
             raise RolloutFailed("the policy's logits are not finite while sampling")

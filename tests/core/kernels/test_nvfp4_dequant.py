@@ -145,14 +145,14 @@ def test_the_kernel_compiles_for_hopper_and_blackwell(capability, out, monkeypat
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     signature = {
-        "packed": "*u8",
+        "packed": "*i64",
         "block_scale": "*fp8e4nv",
         "tensor_scale": "*fp32",
         "out": out,
         "num_blocks": "i32",
         "BLOCKS": "constexpr",
     }
-    source = triton.compiler.ASTSource(nvfp4_dequant._dequantize_kernel, signature, {"BLOCKS": 64})
+    source = triton.compiler.ASTSource(nvfp4_dequant._dequantize_kernel, signature, {"BLOCKS": 128})
 
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 

@@ -125,11 +125,11 @@ def test_the_kernel_compiles_for_ampere_hopper_and_blackwell(capability, monkeyp
     from qerl_core.kernels.token_logprob import _stats_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = ["logits", "target", "logprob", "entropy", "residual", "V", "inv_temperature"]
-    types = ["*fp32", "*i64", "*fp32", "*fp32", "*bf16", "i32", "fp32"]
+    names = ["logits", "target", "logprob", "entropy", "residual", "V", "residual_stride", "inv_temperature"]
+    types = ["*fp32", "*i64", "*fp32", "*fp32", "*bf16", "i32", "i32", "fp32"]
     source = triton.compiler.ASTSource(
         _stats_kernel, dict(zip(names, types, strict=True)) | {"BLOCK": "constexpr", "WRITE": "constexpr"},
-        constexprs={"BLOCK": 2048, "WRITE": True},
+        constexprs={"BLOCK": 4096, "WRITE": True},
     )  # fmt: skip
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True}).asm[
         "cubin"
