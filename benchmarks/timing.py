@@ -1,5 +1,6 @@
 """Times on a GPU: medians of many runs, over inputs that do not stay in the cache. A wrong kernel is never timed."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
@@ -37,9 +38,10 @@ def gpu_microseconds(calls: Sequence[Callable[[], object]], *, repeats: int = 20
     return float(median(times))
 
 
+@torch.no_grad()
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted, in float32; NaN never passes a bound."""
-    return float((found.detach().float() - wanted.float()).norm() / wanted.float().norm())
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def require_close(name: str, found: Tensor, wanted: Tensor, bound: float) -> float:
@@ -53,13 +55,13 @@ def require_close(name: str, found: Tensor, wanted: Tensor, bound: float) -> flo
 def gpu_milliseconds(
     calls: Mapping[str, Callable[[], object]], *, rounds: int = 5, warm_up: int = 2, at_once: int = 1
 ) -> dict[str, float]:
-    """Median time of each call, all of them once a round: a card that warms up slows them alike.
+    """Median time of each call, all of them once a round, in a new order each: a hot card slows them alike.
 
     `at_once` calls in a row are timed together: as in training, the GPU is given work before it has finished.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warm_up + rounds):
-        for name, call in calls.items():
+        for name, call in random.sample(list(calls.items()), len(calls)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(at_once):

@@ -1,41 +1,49 @@
-"""What can be said of a grader before anything is graded: no user code runs, nothing is imported for it."""
+"""What can be known about a grader before it runs: no user code is executed here."""
 
 import ast
+import warnings
 from dataclasses import dataclass
 
+from qerl_core.graders import template
+from qerl_core.graders.failure import GradeFailure
 from qerl_core.graders.spec import GraderSpec, MathSpec, PythonSpec, StringCheckSpec
-from qerl_core.graders.template import TemplateError, variables
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a field of a grader, and what would mend it."""
+    """Why a grader cannot work."""
 
     field: str
+    """The field of the grader's spec."""
     message: str
 
 
 def check_grader(spec: GraderSpec) -> list[Problem]:
-    """Everything that would make each grade an error."""
+    """Everything that would make each of its calls fail; empty if nothing is found."""
     if isinstance(spec, PythonSpec):
-        return _check_source(spec.source)
+        problem = _python_problem(spec.source)
+        return [Problem("source", problem)] if problem else []
     problems = []
-    for field, template in _templates(spec).items():
+    for field, text in _templates(spec).items():
         try:
-            variables(template)
-        except TemplateError as error:
-            problems.append(Problem(field, str(error)))
+            template.variables(text)
+        except GradeFailure as failure:
+            problems.append(Problem(field, str(failure)))
     return problems
 
 
 def item_paths(spec: GraderSpec) -> dict[str, str]:
-    """The fields of a row that the grader's templates read: dotted path without `item.`, and the grader's field."""
-    return {
-        name.removeprefix("item."): field
-        for field, template in _templates(spec).items()
-        for name in variables(template)
-        if name.startswith("item.")
-    }
+    """The fields of a row that the grader's templates read: dotted path without `item.`, and the grader's field.
+
+    GradeFailure if a template does not parse.
+    """
+    paths: dict[str, str] = {}
+    for field, text in _templates(spec).items():
+        for name in template.variables(text):
+            root, _, path = name.partition(".")
+            if root == "item" and path:
+                paths.setdefault(path, field)
+    return paths
 
 
 def _templates(spec: GraderSpec) -> dict[str, str]:
@@ -44,33 +52,53 @@ def _templates(spec: GraderSpec) -> dict[str, str]:
     return {"reference": spec.reference} if isinstance(spec, MathSpec) else {}
 
 
-def _check_source(source: str) -> list[Problem]:
+def _python_problem(source: str) -> str | None:
     try:
-        tree = ast.parse(source)
-        compile(tree, "grader.py", "exec")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as an invalid escape in the user's source
+            tree = ast.parse(source)
+            compile(tree, "<grader>", "exec", dont_inherit=True)  # finds a `return` outside a function, and the like
     except SyntaxError as error:
-        where = f"line {error.lineno}: " if error.lineno else "it does not compile: "
-        return [Problem("source", where + error.msg)]
-    except (ValueError, RecursionError, MemoryError) as error:
-        return [Problem("source", f"it does not compile: {error or type(error).__name__}")]
-    for node in tree.body:
-        if isinstance(node, ast.AsyncFunctionDef) and node.name == "grade":
-            return [Problem("source", "grade is async; write a plain function")]
-        if isinstance(node, ast.FunctionDef) and node.name == "grade":
-            return [] if _takes_two(node.args) else [Problem("source", "grade must take two arguments: sample, item")]
-        names = [alias.asname or alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-        targets = [target.id for target in _targets(node) if isinstance(target, ast.Name)]
-        if "grade" in names or "grade" in targets:
-            return []
-    return [Problem("source", "it defines no function grade(sample, item) at its top level")]
+        where = f" (line {error.lineno})" if error.lineno else ""
+        return f"the source does not compile: {error.msg}{where}"
+    except (RecursionError, MemoryError):
+        return "the source does not compile: it is nested too deeply"
+    except ValueError as error:
+        return f"the source does not compile: {error}"
+    definition = None
+    for statement in tree.body:
+        for node in ast.walk(statement) if isinstance(statement, _BRANCHES) else (statement,):
+            if _binds_grade(node):
+                definition = node
+    if definition is None:
+        return "the source does not define grade(sample, item) at its top level"
+    if isinstance(definition, ast.AsyncFunctionDef):
+        return "grade must be a plain function, not async"
+    if isinstance(definition, ast.ClassDef):
+        return "grade must be a function, not a class"
+    if isinstance(definition, ast.FunctionDef) and not _takes_two(definition.args):
+        return "grade must take two positional arguments: sample and item"
+    return None
 
 
-def _targets(node: ast.stmt) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else []
+_BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
+
+
+def _binds_grade(node: ast.AST) -> bool:
+    match node:
+        case ast.FunctionDef(name="grade") | ast.AsyncFunctionDef(name="grade") | ast.ClassDef(name="grade"):
+            return True
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return any((alias.asname or alias.name) in ("grade", "*") for alias in names)
+        case ast.Assign() | ast.AnnAssign():
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names_of = (name for target in targets for name in ast.walk(target))
+            return any(isinstance(name, ast.Name) and name.id == "grade" for name in names_of)
+    return False
 
 
 def _takes_two(arguments: ast.arguments) -> bool:
     places = len(arguments.posonlyargs) + len(arguments.args)
     required = places - len(arguments.defaults)
-    needs_names = any(default is None for default in arguments.kw_defaults)
-    return required <= 2 and (places >= 2 or arguments.vararg is not None) and not needs_names
+    keyword_only = any(default is None for default in arguments.kw_defaults)
+    return required <= 2 <= (places if arguments.vararg is None else 2) and not keyword_only

@@ -34,7 +34,7 @@ class MathSpec(_Spec):
     reference: str
     """Template, such as `{{ item.answer }}`."""
     timeout_s: float = Field(5.0, gt=0, le=60)
-    """After this many seconds the completion counts as wrong: only its own expression can hang the checker."""
+    """After this many seconds the completion counts as wrong; a reference that alone takes as long is an error."""
 
 
 class PythonSpec(_Spec):
@@ -42,7 +42,10 @@ class PythonSpec(_Spec):
 
     type: Literal["python"]
     source: str = Field(min_length=1, max_length=256_000)
-    """Python source that defines `grade(sample: dict, item: dict) -> float`."""
+    """Python source that defines `grade(sample: dict, item: dict) -> float`; it is run anew for each call.
+
+    `sample` has `output_text`, and `output_json`, which is None unless the text is JSON.
+    """
     timeout_s: float = Field(10.0, gt=0, le=120)
     """After this many seconds the call is killed: an error, not a zero."""
 

@@ -11,73 +11,45 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NoReturn
+
+from qerl_core.graders.failure import GradeFailure
 
 Path = tuple[str, ...]
 
 _NAME = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
-_INDEX = re.compile(r"\[(\d{1,9})\]")
+_BRACKETED = re.compile(r"\[([0-9]{1,9})\]")
+_INDEX = re.compile(r"[0-9]{1,9}")
 _KEY = re.compile(r"[^\s.\[\]{}|()'\"]+")
 _SHOWN = 80
 
 
-class TemplateError(Exception):
-    """A template that cannot be rendered; `error_type` is OpenAI's name of why."""
-
-    def __init__(self, error_type: str, message: str) -> None:
-        super().__init__(message)
-        self.error_type = error_type
-
-
-class Sample:
-    """A completion, as templates see it."""
-
-    def __init__(self, output_text: str) -> None:
-        self.output_text = output_text
-
-    @cached_property
-    def output_json(self) -> Any:
-        """The completion's JSON value. TemplateError `sample_parse_error` if it is none."""
-        return parse_output(self.output_text)
-
-
 def variables(template: str) -> list[str]:
-    """The dotted names in a template, each once, in order. TemplateError `invalid_variable_error` if one is none."""
+    """The dotted names in a template, each once, in order. GradeFailure `invalid_variable_error` if one is none."""
     return list(dict.fromkeys(".".join(part) for part in _parse(template) if isinstance(part, tuple)))
 
 
-def render(template: str, item: Mapping[str, Any], sample: Sample) -> str:
+def render(template: str, *, item: Mapping[str, Any], output_text: str) -> str:
     """The text of a template.
 
-    TemplateError: `invalid_variable_error` names what the row or the sample does not have, `sample_parse_error` says
+    GradeFailure: `invalid_variable_error` names what the row or the sample does not have, `sample_parse_error` says
     that a completion whose JSON was asked for is none.
     """
     parts = _parse(template)
     output_json: Any = None
     if any(isinstance(part, tuple) and part[:2] == ("sample", "output_json") for part in parts):
-        output_json = sample.output_json
-    roots = {"item": item, "sample": {"output_text": sample.output_text, "output_json": output_json}}
+        output_json = parse_output(output_text)
+    roots = {"item": item, "sample": {"output_text": output_text, "output_json": output_json}}
     return "".join(part if isinstance(part, str) else _text(_resolve(part, roots)) for part in parts)
 
 
 def parse_output(output_text: str) -> Any:
-    """A completion's JSON value. TemplateError `sample_parse_error` if it is none; NaN and Infinity are none."""
+    """A completion's JSON value. GradeFailure `sample_parse_error` if it is none; NaN and Infinity are none."""
     try:
         return _STRICT.decode(output_text)
     except (ValueError, RecursionError) as error:
-        raise TemplateError("sample_parse_error", f"the completion is not JSON: {error}") from error
-
-
-def has(item: Mapping[str, Any], path: Path) -> bool:
-    """Whether a row has what the name `item`, followed by `path`, stands for."""
-    value: Any = item
-    for key in path:
-        try:
-            value = _step(value, key)
-        except LookupError:
-            return False
-    return True
+        raise GradeFailure("sample_parse_error", f"the completion is not JSON: {error}") from error
 
 
 @lru_cache(maxsize=256)
@@ -90,12 +62,12 @@ def _parse(template: str) -> tuple[str | Path, ...]:
     rest = template[end:]
     if "{{" in rest:
         shown = rest[rest.index("{{") :][:_SHOWN]
-        raise TemplateError("invalid_variable_error", f"{shown!r} is not closed by '}}}}'")
+        raise GradeFailure("invalid_variable_error", f"{shown!r} is not closed by '}}}}'")
     return (*parts, rest)
 
 
 def _path(name: str) -> Path:
-    path = tuple(_INDEX.sub(r".\1", name).split("."))
+    path = tuple(_BRACKETED.sub(r".\1", name).split("."))
     if not all(_KEY.fullmatch(key) for key in path):
         _refuse(name, "is not a name such as item.answer; filters and expressions are not supported")
     if path[0] == "item" or path[:2] == ("sample", "output_json") or path == ("sample", "output_text"):
@@ -112,16 +84,16 @@ def _resolve(path: Path, roots: Mapping[str, Any]) -> Any:
             name, holder = ".".join(path), ".".join(path[:i])
             holder = "the row" if holder == "item" else holder
             if not isinstance(value, Mapping):
-                _refuse(name, f"is unknown: {holder} has no {key!r}")
+                _refuse(name, f"is unknown: {holder[:_SHOWN]} has no {key[:_SHOWN]!r}")
             known = ", ".join(list(value)[:20])
-            _refuse(name, f"is unknown: {holder} has " + (f"{known[:400]}" if known else "no fields"))
+            _refuse(name, f"is unknown: {holder[:_SHOWN]} has {known[:400] or 'no fields'}")
     return value
 
 
 def _step(value: Any, key: str) -> Any:
     if isinstance(value, Mapping):
         return value[key]
-    if isinstance(value, list) and key.isascii() and key.isdigit():
+    if isinstance(value, list) and _INDEX.fullmatch(key):
         return value[int(key)]
     raise LookupError(key)
 
@@ -132,7 +104,7 @@ def _text(value: Any) -> str:
 
 def _refuse(name: str, why: str) -> NoReturn:
     shown = name if len(name) <= _SHOWN else name[:_SHOWN] + "..."
-    raise TemplateError("invalid_variable_error", f"{shown!r} {why}")
+    raise GradeFailure("invalid_variable_error", f"{shown!r} {why}")
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -63,7 +63,7 @@ def make_policy(make_config, cache):
             generator = torch.Generator().manual_seed(7)
             for name, parameter in policy.model.trainable().items():
                 if "lora_B" in name:
-                    parameter.data.normal_(std=0.05, generator=generator)
+                    parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
         return policy
 
     return make
