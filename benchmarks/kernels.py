@@ -104,7 +104,7 @@ def train_rows() -> Iterator[Row]:
             for x, grad, layer in zip(inputs, grads, layers[name], strict=True):
                 torch.autograd.grad(layer(x), x, grad)
 
-        found = gpu_milliseconds({name: partial(run, name) for name in layers}, rounds=15, at_once=3)
+        found = gpu_milliseconds({name: partial(run, name) for name in layers}, rounds=11, at_once=81920 // num_tokens)
         limit = 1.12 if num_tokens == 4096 else 1.05
         row = Row(f"7b/train/{num_tokens}", "ms", "lower", found.pop("ours"), found, goal=f"{limit} x bf16, below nf4")
         yield replace(row, met=row.ours <= min(limit * found["bf16"], found["nf4"]))

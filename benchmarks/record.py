@@ -47,23 +47,26 @@ class Row:
 
 
 def write(name: str, machine: str, rows: list[Row], **extra: Any) -> Path:
-    """Write `baselines/<machine>/<name>.json`; returns its path."""
+    """Write `baselines/<machine>/<name>.json`; returns its path.
+
+    Rows of other cases that are on record stay: each says which command made it, and when. Ratios are within a row.
+    """
+    command = f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip()
+    made = {"command": command, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
+    path = BASELINES / machine / f"{name}.json"
+    before = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    ours = {(row.case, row.metric) for row in rows}
+    kept = [row for row in before["rows"] if (row["case"], row["metric"]) not in ours]
     record = {
         "name": name,
-        "command": f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        **made,
         "machine": {
-            "name": machine,
-            "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
-            "os": platform.system(),
-            **_gpu(),
+            "name": machine, "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "os": platform.system(), **_gpu(),
         },
         "versions": {"python": platform.python_version(), **_versions()},
-        "rows": [asdict(row) for row in rows],
+        "rows": kept + [asdict(row) | made for row in rows],
         **extra,
-    }
-    path = BASELINES / machine / f"{name}.json"
+    }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
