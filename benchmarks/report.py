@@ -11,7 +11,7 @@ def table(record: dict[str, Any]) -> list[str]:
     """A record's lines."""
     machine = record["machine"]
     lines = [
-        f"**{record['name']}** on {machine['cpu']}, {machine['cores']} cores, {record['date']}: `{record['command']}`",
+        f"**{record['name']}** on {machine.get('gpu') or machine['cpu']}, {machine['cores']} cores, {record['date']}: `{record['command']}`",
         "",
         "| case | metric | ours | peers | goal | met |",
         "|---|---|---|---|---|---|",
