@@ -60,17 +60,19 @@ def train(job_id: str) -> None:
 
 def _attempt(lease: Lease, settings: Settings) -> Callable[..., None]:
     """Run the attempt. Returns what to write, unless the run has said itself how it ended."""
-    log = settings.scratch / lease.job_id / f"attempt-{lease.attempt}.log"
+    folder = settings.scratch / lease.job_id
+    log, temporary = folder / f"attempt-{lease.attempt}.log", folder / "tmp"
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True, exist_ok=True)
         code = child.run(
             (*settings.run_command, lease.job_id, str(lease.attempt)),
             log=log,
             tick=_heart(lease, settings),
             tick_s=settings.heartbeat_s,
             grace_s=settings.stop_grace_s,
-            # Threads that spin while they wait slow everything down on cores that are shared.
-            env={"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ},
+            # Threads that spin while they wait slow everything down on cores that are shared. What a killed run leaves
+            # in its temporary folder goes with the job's.
+            env={"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ, "TMPDIR": str(temporary)},
         )
     except OSError as error:
         name = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "worker_crashed"
@@ -107,5 +109,5 @@ def _tidy(job_id: str, settings: Settings) -> None:
     if state == JobState.QUEUED:
         broker.ring(job_id)
     elif state in ENDED:
-        for name in ("run", "data"):
+        for name in ("run", "data", "tmp"):
             shutil.rmtree(settings.scratch / job_id / name, ignore_errors=True)

@@ -42,6 +42,14 @@ def test_a_run_that_dies_without_a_word_fails_the_job(submit, attend, read):
     assert job.error_message == "The training process ended with exit status 3; its log ends with:\nabout to fall"
 
 
+def test_what_a_run_leaves_in_its_temporary_folder_goes_with_it(submit, attend, settings):
+    job_id = submit()
+    attend(job_id, "mktemp -d && ls -d $TMPDIR/*; kill -9 $$")
+
+    assert "/tmp/tmp." in (settings.scratch / job_id / "attempt-1.log").read_text()
+    assert not (settings.scratch / job_id / "tmp").exists()
+
+
 def test_a_run_without_a_program_fails_the_job(submit, attend, read):
     job_id = submit()
     attend(job_id, "exec /opt/gone/python")
