@@ -25,7 +25,7 @@ from benchmarks.timing import gpu_milliseconds, require_close
 from qerl_core.kernels.nvfp4_dequant import reference
 from qerl_core.kernels.token_logprob import reference as logprob_reference
 from qerl_core.kernels.token_logprob import token_logprob
-from qerl_core.policy.model import follow_autocast
+from qerl_core.policy.model import checkpoint_activations, follow_autocast
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears
 from qerl_core.quant.nvfp4 import NVFP4Weight
 
@@ -247,7 +247,7 @@ def policy(size: str, make: Callable[[nn.Linear], nn.Module]) -> Iterator[tuple[
     causal.requires_grad_(False)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     peft = get_peft_model(causal, LoraConfig(r=32, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM"))
-    causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(causal)
     peft.train()
     yield peft, causal
     del peft, causal

@@ -10,8 +10,9 @@ from benchmarks.record import BASELINES
 def table(record: dict[str, Any]) -> list[str]:
     """A record's lines."""
     machine = record["machine"]
+    where = f"{machine.get('gpu') or machine['cpu']}, {machine['cores']} cores"
     lines = [
-        f"**{record['name']}** on {machine.get('gpu') or machine['cpu']}, {machine['cores']} cores, {record['date']}: `{record['command']}`",
+        f"**{record['name']}** on {where}, {record['date']}: `python -m benchmarks.{record['name']}`",
         "",
         "| case | metric | ours | peers | goal | met |",
         "|---|---|---|---|---|---|",

@@ -159,6 +159,8 @@ class TrainConfig(Config):
     """Optimizer steps a batch of rollouts; divides num_prompts."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward and backward; a longer sequence goes alone."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Make each block's activations anew in the backward pass; `auto` does so on a GPU, where memory is short."""
     checkpoint_every: int = Field(20, ge=1)
     """Steps between checkpoints; the last step always makes one."""
     max_idle_steps: int | None = Field(3, ge=1)

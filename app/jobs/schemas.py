@@ -58,6 +58,7 @@ RL = {
     "max_idle_steps": "max_idle_steps",
     "shuffle": "data.shuffle",
     "eval_rows": "evaluation.max_rows",
+    "activation_checkpointing": "activation_checkpointing",
     "dtype": "dtype",
 }
 """Each key of the `rl` block, and where the config has it. Besides these there is `max_steps`."""

@@ -87,6 +87,9 @@ def open_model(config: TrainConfig, cache: Path) -> PolicyModel:
     name = base_name(config.model)
     peft.peft_config["default"].base_model_name_or_path = name  # PEFT has put the folder's path here
     follow_autocast(peft)
+    wanted = config.activation_checkpointing
+    if wanted == "on" or (wanted == "auto" and causal.device.type == "cuda"):
+        checkpoint_activations(causal)
     return PolicyModel(peft, causal, tokenizer, eos_ids(causal, tokenizer), name)
 
 
@@ -95,6 +98,15 @@ def follow_autocast(peft: PeftModel) -> None:
     for module in peft.modules():
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+
+
+def checkpoint_activations(causal: Any) -> None:
+    """Keep a block's input only, and run the block again in the backward pass. Has effect in training mode."""
+    kwargs = {"use_reentrant": False}
+    if hasattr(causal, "activation_checkpointing_enable"):
+        causal.activation_checkpointing_enable(kwargs)
+    else:  # transformers before 5.18
+        causal.gradient_checkpointing_enable(kwargs)
 
 
 def base_name(config: ModelConfig) -> str:

@@ -75,6 +75,7 @@ KNOBS = {
     "max_idle_steps": None,
     "shuffle": False,
     "eval_rows": 9,
+    "activation_checkpointing": "on",
     "dtype": "float32",
 }
 

@@ -62,6 +62,18 @@ def test_micro_batches_do_not_change_the_gradient(make_policy, loss):
     assert found == pytest.approx(found_in_parts, rel=1e-4, abs=1e-6)
 
 
+def test_checkpointed_activations_do_not_change_the_gradient(make_policy):
+    kept, anew = make_policy(), make_policy(activation_checkpointing="on")
+    calls = []
+    anew.model.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    found, found_anew = kept.update(GROUPS, ADVANTAGES), anew.update(GROUPS, ADVANTAGES)
+
+    assert len(calls) == 2  # once forward, once in the backward pass
+    assert_close(gradients(kept), gradients(anew))
+    assert found == pytest.approx(found_anew, rel=1e-5)
+
+
 def test_groups_without_signal_change_nothing_but_their_share(make_policy):
     with_idle, without = make_policy(loss={"type": "grpo"}), make_policy(loss={"type": "grpo"})
     idle = torch.cat([ADVANTAGES[:1], torch.zeros(1, 4)])
