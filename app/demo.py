@@ -234,7 +234,7 @@ def draw(result: DemoResult, path: Path) -> None:
     axes.plot(range(1, len(result.rewards) + 1), result.rewards, marker="o", markersize=3, label="mean training reward")
     axes.axhline(result.base_accuracy, linestyle=":", color="gray", label="base, held out")
     axes.axhline(result.adapter_accuracy, linestyle="--", color="green", label="adapter, held out")
-    axes.set(xlabel="step", ylabel="reward", ylim=(-0.02, 1.02), title=f"{MODEL}, NVFP4 base, GRPO with noise")
+    axes.set(xlabel="step", ylabel="reward", ylim=(-0.02, 1.02), title=f"{MODEL}, NVFP4 base, DAPO with noise")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
