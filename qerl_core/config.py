@@ -39,6 +39,8 @@ class ModelConfig(Config):
     """Where others find the same base."""
     quantization: Literal["nvfp4", "none"] = "nvfp4"
     """How the frozen weights are held: 4-bit NVFP4, or as they are."""
+    quantization_method: Literal["rtn", "four_over_six", "sweep"] = "rtn"
+    """How weights are rounded to NVFP4 (`quant/nvfp4.py`); of no account for a base that is NVFP4 already."""
 
 
 class DataConfig(Config):

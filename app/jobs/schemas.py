@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from app.errors import BadRequest
 from app.files.models import File
 from app.models.catalog import CatalogModel
-from qerl_core.config import LoraConfig, NoiseConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from qerl_core.config import LoraConfig, ModelConfig, NoiseConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from qerl_core.graders.spec import GraderSpec
 
 T = TypeVar("T")
@@ -156,6 +156,8 @@ class Quantization(Block):
 
     format: Literal["nvfp4", "none"]
     """4-bit NVFP4, or as the weights are."""
+    method: Literal["rtn", "four_over_six", "sweep"] | None = None
+    """How weights are rounded to NVFP4; null is round to nearest."""
 
 
 def _config_field(path: str) -> tuple[Any, FieldInfo]:
@@ -236,6 +238,17 @@ class Plan:
     """The request's own blocks with resolved values, as they are echoed."""
 
 
+def _base(block: Quantization | None, model: CatalogModel) -> ModelConfig:
+    if block is None:
+        return model.config(None, None)
+    if block.format == "none" and block.method is not None:
+        raise BadRequest(
+            'quantization.method has no effect with quantization.format "none": leave it out.',
+            param="quantization.method",
+        )
+    return model.config(block.format, block.method)
+
+
 def resolve(request: JobRequest, *, model: CatalogModel, train: File, valid: File | None) -> Plan:
     """Fill in what the request leaves open. BadRequest names what cannot be, and a remedy."""
     hyper, rl = request.method.reinforcement.hyperparameters, request.rl.given()
@@ -250,7 +263,7 @@ def resolve(request: JobRequest, *, model: CatalogModel, train: File, valid: Fil
     rl["learning_rate"] = _learning_rate(hyper.learning_rate_multiplier, rl.get("learning_rate"))
     rl["noise"] = _noise(rl.get("noise", NoiseConfig()), num_steps, warnings)
     parts: dict[str, Any] = {
-        "model": model.config(request.quantization.format if request.quantization else None),
+        "model": _base(request.quantization, model),
         "data": {"train_path": train.key, "valid_path": valid and valid.key},
         "grader": request.method.reinforcement.grader,
         "lora": request.lora,

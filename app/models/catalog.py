@@ -64,12 +64,17 @@ class CatalogModel(_Entry):
             raise ValueError("revision has no effect: source is no hub id")
         return self
 
-    def config(self, quantization: Literal["nvfp4", "none"] | None) -> ModelConfig:
+    def config(
+        self,
+        quantization: Literal["nvfp4", "none"] | None,
+        method: Literal["rtn", "four_over_six", "sweep"] | None = None,
+    ) -> ModelConfig:
         """The model's part of a run's config."""
         hub = None if self.revision is None else self.source
         return ModelConfig(
             id=self.id, source=self.source, revision=self.revision, gguf_file=self.gguf_file,
             hub_id=self.hub_id or hub, quantization=quantization or self.quantization,
+            quantization_method=method or "rtn",
         )  # fmt: skip
 
 

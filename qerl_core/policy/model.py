@@ -70,7 +70,7 @@ def open_base(config: ModelConfig, cache: Path, *, dtype: str = "auto") -> tuple
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     folder = local_folder(config, cache)
     if config.quantization == "nvfp4":
-        folder = cached_nvfp4(folder, cache)
+        folder = cached_nvfp4(folder, cache, method=config.quantization_method)
         # On a CPU decoding costs more than the product, so each weight is decoded once and kept.
         keep = device.type == "cpu"
         causal = load_model(folder, compute_dtype=compute_dtype, device=device, keep_decoded=keep)

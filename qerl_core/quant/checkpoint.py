@@ -30,7 +30,7 @@ from qerl_core.errors import BadCheckpoint
 from qerl_core.folders import lone_maker, published
 from qerl_core.kernels.nvfp4_dequant import BLOCK
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears, scale_groups
-from qerl_core.quant.nvfp4 import NVFP4Weight, encode_scale, largest_magnitude, quantize
+from qerl_core.quant.nvfp4 import Method, NVFP4Weight, encode_scale, largest_magnitude, quantize
 
 FORMAT = "nvfp4-pack-quantized"
 WEIGHTS = {
@@ -115,7 +115,7 @@ def load_plain_model(
     return _finish(folder, model, device)
 
 
-def cached_nvfp4(source: Path, cache: Path) -> Path:
+def cached_nvfp4(source: Path, cache: Path, *, method: Method = "rtn") -> Path:
     """The NVFP4 twin of a folder, kept in `cache` under a hash of the source's contents; made if it is not there.
 
     A folder that is NVFP4 already is its own twin. Of two processes that ask at once one works and one waits; what a
@@ -125,15 +125,17 @@ def cached_nvfp4(source: Path, cache: Path) -> Path:
     if raw.get("quantization_config") is not None:
         _nvfp4_ignore(source, raw)
         return source
-    out = cache / f"nvfp4-{_content_hash(source)}"
+    out = cache / f"nvfp4-{method}-{_content_hash(source)}"
     with lone_maker(out) as is_wanted:
         if is_wanted:
-            quantize_folder(source, out)
+            quantize_folder(source, out, method=method)
     return out
 
 
-def quantize_folder(source: Path, out: Path, *, max_shard_bytes: int = 4 * 2**30) -> QuantReport:
-    """Write the NVFP4 twin of an unquantized folder: every linear layer but the output head, rounded to nearest.
+def quantize_folder(
+    source: Path, out: Path, *, method: Method = "rtn", max_shard_bytes: int = 4 * 2**30
+) -> QuantReport:
+    """Write the NVFP4 twin of an unquantized folder: every linear layer but the output head, rounded.
 
     Layers that engines fuse share their scale. Tensors pass through memory a few at a time, a shard of output at
     most. `out` appears when it is complete and on disk, not before. Tokenizer, generation config, chat template and
@@ -159,10 +161,10 @@ def quantize_folder(source: Path, out: Path, *, max_shard_bytes: int = 4 * 2**30
             weights = {name: tensors.read(f"{name}.weight") for name in group}
             amax = torch.stack([largest_magnitude(w, name=f"{n}.weight") for n, w in weights.items()]).amax()
             for name, weight_NK in weights.items():
-                packed = quantize(weight_NK, name=f"{name}.weight", amax=amax)
+                packed = quantize(weight_NK, name=f"{name}.weight", amax=amax, method=method)
                 writer.add(f"{name}.weight_packed", packed.packed_NJ)
                 writer.add(f"{name}.weight_scale", packed.block_scale_NS)
-                writer.add(f"{name}.weight_global_scale", encode_scale(amax).reshape(1))
+                writer.add(f"{name}.weight_global_scale", encode_scale(amax, method=method).reshape(1))
                 squared_error += (packed.decode(torch.float32) - weight_NK.float()).norm().item() ** 2
                 squared_norm += weight_NK.float().norm().item() ** 2
         writer.close()

@@ -1,4 +1,6 @@
-"""The NVFP4 codec, round to nearest: 16 values of 4 bits share an E4M3 scale, all blocks one float32 scale.
+"""The NVFP4 codec: 16 values of 4 bits share an E4M3 scale, all blocks one float32 scale.
+
+Rounding to nearest (`rtn`):
 
     encode_scale = 448 * 6 / amax                        tensor_scale = 1 / encode_scale
     block_scale  = e4m3(block_amax / 6 * encode_scale)
@@ -14,12 +16,18 @@ round other ties. Two more rules come with it: a block whose scale would round t
 codes are zeros, and a negative weight that rounds to zero keeps its sign (code 8). The library rounds `block_amax / 6`
 to the weights' own type; here it is float32, so on bfloat16 weights a block scale may be the finer one of two.
 
+Two methods choose each block's scale by the squared error that it leaves. `four_over_six` (arXiv:2512.02010) tries to
+map the block's largest weight to 6 and to 4, since E2M1 has nothing between; `sweep` tries E4M3's neighbours of the
+first, from two below to five above. Both leave room above the largest scale: encode_scale = 256 * 6 / amax. The
+format is the same, so whatever reads one reads all.
+
 N = out features, K = in features, J = K / 2 bytes, S = K / 16 blocks, C = rows of a chunk, B = the 16 of a block.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,9 +35,15 @@ from torch import Tensor
 from qerl_core.errors import BadCheckpoint
 from qerl_core.kernels.nvfp4_dequant import BLOCK, E2M1, dequantize
 
+Method = Literal["rtn", "four_over_six", "sweep"]
+
 E2M1_MAX = E2M1[-1]
 E4M3_MAX = 448.0
 _SCALE_OF_EMPTY_BLOCK = 0.125
+_ROOMY_SCALE = 256.0
+"""The largest block scale where one and a half times as much may be tried."""
+_SWEEP = range(-2, 6)
+"""Steps of E4M3 around the scale of `rtn`; four are a factor of 1.5."""
 # Between neighbours of E2M1. A tie goes to the even code: down after an even code, up after an odd one.
 _BOUNDS = tuple((low + high) / 2 for low, high in pairwise(E2M1))
 
@@ -56,7 +70,12 @@ class NVFP4Weight:
 
 
 def quantize(
-    weight_NK: Tensor, *, name: str = "weight", tensor_scale: Tensor | None = None, amax: Tensor | None = None
+    weight_NK: Tensor,
+    *,
+    name: str = "weight",
+    tensor_scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    method: Method = "rtn",
 ) -> NVFP4Weight:
     """Round a matrix of any float type to NVFP4, where it lies.
 
@@ -66,7 +85,7 @@ def quantize(
     """
     own_amax = largest_magnitude(weight_NK, name=name)
     if tensor_scale is None:
-        encode = encode_scale(own_amax if amax is None else amax)
+        encode = encode_scale(own_amax if amax is None else amax, method=method)
         tensor_scale = 1 / encode
     elif amax is not None:
         raise ValueError("give tensor_scale or amax, not both")
@@ -81,19 +100,20 @@ def quantize(
     chunk = max(1, 2**17 // max(1, num_cols)) if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
-        packed_NJ[rows], block_scale_NS[rows] = _encode(weight_NK[rows].detach().float(), encode)
+        packed_NJ[rows], block_scale_NS[rows] = _encode(weight_NK[rows].detach().float(), encode, method)
     return NVFP4Weight(packed_NJ, block_scale_NS, tensor_scale)
 
 
-def encode_scale(amax: Tensor) -> Tensor:
-    """448 * 6 / amax as a float32 scalar: what multiplies weights before they are rounded.
+def encode_scale(amax: Tensor, *, method: Method = "rtn") -> Tensor:
+    """448 * 6 / amax (256 * 6 / amax but for `rtn`) as a float32 scalar: what multiplies weights before rounding.
 
     1 if `amax` is so small (below 3.2e-35, or zero) that the inverse would leave float32's normal numbers: every
     code is zero then.
     """
     amax = amax.detach().float().reshape(())
     smallest = E4M3_MAX * E2M1_MAX * torch.finfo(torch.float32).tiny
-    return torch.where(amax < smallest, torch.ones_like(amax), E4M3_MAX * E2M1_MAX / amax)
+    largest_scale = E4M3_MAX if method == "rtn" else _ROOMY_SCALE
+    return torch.where(amax < smallest, torch.ones_like(amax), largest_scale * E2M1_MAX / amax)
 
 
 def shared_tensor_scale(weights: Iterable[Tensor]) -> Tensor:
@@ -142,15 +162,54 @@ def _checked_tensor_scale(tensor_scale: Tensor) -> Tensor:
     return tensor_scale.detach().reshape(())
 
 
-def _encode(weight_CK: Tensor, encode: Tensor) -> tuple[Tensor, Tensor]:
+def _encode(weight_CK: Tensor, encode: Tensor, method: Method) -> tuple[Tensor, Tensor]:
     weight_CSB = weight_CK.view(weight_CK.shape[0], weight_CK.shape[1] // BLOCK, BLOCK)
-    scale_CS = weight_CSB.abs().amax(dim=-1) / E2M1_MAX * encode
+    first, *others = _scales(weight_CSB, encode, method)
+    scale_CS, code_CSB = first, _codes(weight_CSB, first, encode)
+    if others:
+        error_CS = _squared_error(weight_CSB, code_CSB, first, encode)
+    for other in others:
+        tried_CSB = _codes(weight_CSB, other, encode)
+        tried_error_CS = _squared_error(weight_CSB, tried_CSB, other, encode)
+        is_better = tried_error_CS < error_CS
+        scale_CS = torch.where(is_better, other, scale_CS)
+        code_CSB = torch.where(is_better.unsqueeze(-1), tried_CSB, code_CSB)
+        error_CS = torch.where(is_better, tried_error_CS, error_CS)
+    packed_CSJ = code_CSB[..., 0::2] | code_CSB[..., 1::2] << 4
+    return packed_CSJ.flatten(1), scale_CS.to(torch.float8_e4m3fn)
+
+
+def _scales(weight_CSB: Tensor, encode: Tensor, method: Method) -> list[Tensor]:
+    """The block scales that a method tries, as float32 [C, S] of E4M3 values; that of `rtn` first."""
+    amax_CS = weight_CSB.abs().amax(dim=-1)
+    nearest_CS = _to_e4m3(amax_CS / E2M1_MAX * encode)
+    if method == "rtn":
+        return [nearest_CS]
+    if method == "four_over_six":
+        return [nearest_CS, _to_e4m3(amax_CS / 4 * encode)]
+    # Positive E4M3 numbers stand in the order of their bytes, from 1 (the smallest) to 126 (448).
+    byte_CS = nearest_CS.to(torch.float8_e4m3fn).view(torch.uint8).int()
+    tried = [(byte_CS + step).clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn) for step in _SWEEP]
+    return [nearest_CS, *(scale_CS.float() for scale_CS in tried)]
+
+
+def _to_e4m3(scale_CS: Tensor) -> Tensor:
     scale_CS = scale_CS.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()  # the cast alone makes NaN of 500
-    scale_CS = torch.where(scale_CS == 0, _SCALE_OF_EMPTY_BLOCK, scale_CS)
+    return torch.where(scale_CS == 0, _SCALE_OF_EMPTY_BLOCK, scale_CS)
+
+
+def _codes(weight_CSB: Tensor, scale_CS: Tensor, encode: Tensor) -> Tensor:
+    """uint8 [C, S, 16]: the nearest codes under a scale."""
     scaled_CSB = weight_CSB / (scale_CS / encode).unsqueeze(-1)
     code_CSB = (scaled_CSB < 0).to(torch.uint8).mul_(8)
     magnitude_CSB = scaled_CSB.abs_()
     for code, bound in enumerate(_BOUNDS):
         code_CSB += magnitude_CSB >= bound if code % 2 else magnitude_CSB > bound
-    packed_CSJ = code_CSB[..., 0::2] | code_CSB[..., 1::2] << 4
-    return packed_CSJ.flatten(1), scale_CS.to(torch.float8_e4m3fn)
+    return code_CSB
+
+
+def _squared_error(weight_CSB: Tensor, code_CSB: Tensor, scale_CS: Tensor, encode: Tensor) -> Tensor:
+    """float32 [C, S]: what the codes lose of each block."""
+    value = torch.tensor(E2M1 + tuple(-magnitude for magnitude in E2M1), device=weight_CSB.device)
+    decoded_CSB = value[code_CSB.int()] * (scale_CS / encode).unsqueeze(-1)
+    return (decoded_CSB - weight_CSB).square().sum(dim=-1)

@@ -102,8 +102,17 @@ def test_every_knob_reaches_the_config_and_none_is_out_of_reach():
     assert leaves(TrainConfig) == ELSEWHERE | set(RL.values())
 
 
+def test_a_rounding_method_reaches_the_config_and_is_refused_where_it_has_no_effect():
+    chosen = planned(quantization={"format": "nvfp4", "method": "sweep"}).config.model
+
+    assert (chosen.quantization, chosen.quantization_method) == ("nvfp4", "sweep")
+    with pytest.raises(BadRequest, match=r"quantization\.method has no effect"):
+        planned(quantization={"format": "none", "method": "sweep"})
+
+
 ELSEWHERE = {
     *(f"model.{name}" for name in ("id", "source", "revision", "gguf_file", "hub_id", "quantization")),
+    "model.quantization_method",
     *(f"lora.{name}" for name in ("rank", "alpha", "dropout", "target_modules")),
     *("data.train_path", "data.valid_path", "grader", "rollout.num_prompts", "num_steps", "seed"),
     *("evaluation.every", "evaluation.samples"),

@@ -400,6 +400,21 @@ def test_a_source_is_quantized_once_and_again_when_it_changes(copied, tmp_path):
     assert load_model(first).get_submodule(Q)
 
 
+@pytest.mark.parametrize("method", ["four_over_six", "sweep"])
+def test_each_method_has_a_folder_of_its_own_that_the_library_reads_alike(copied, tmp_path, method):
+    cache = tmp_path / "cache"
+
+    folders = {name: cached_nvfp4(copied, cache, method=name) for name in ("rtn", method)}
+
+    assert folders["rtn"] != folders[method]
+    ours = load_model(folders[method])
+    theirs = AutoModelForCausalLM.from_pretrained(folders[method], dtype=torch.bfloat16)
+    logits(theirs)  # it decodes at its first forward
+    for name, layer in quantizable_linears(ours).items():
+        # It divides by the global scale where we and vLLM multiply by the inverse: a tie may fall to the other side.
+        torch.testing.assert_close(layer.decode(), theirs.get_submodule(name).weight.data, rtol=2**-7, atol=0)
+
+
 def test_a_folder_that_is_nvfp4_is_its_own_twin(llama_packed, tmp_path):
     assert cached_nvfp4(llama_packed, tmp_path / "cache") == llama_packed
 

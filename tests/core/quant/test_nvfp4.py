@@ -334,3 +334,61 @@ def test_a_tensor_scale_is_one_float32(scale):
 def test_a_tensor_scale_and_an_amax_are_one_too_many():
     with pytest.raises(ValueError, match="not both"):
         quantize(torch.ones(1, 16), tensor_scale=ONE, amax=ONE)
+
+
+def block(*values: float) -> Tensor:
+    """One block, filled up with its last value."""
+    return torch.tensor([[*values, *values[-1:] * (16 - len(values))]])
+
+
+ONE = torch.tensor(1.0)  # a tensor scale, so that block scales are seen as they are
+
+
+@pytest.mark.parametrize(
+    ("weights", "method", "scale"),
+    [
+        (block(6.0, 4.8), "rtn", 1.0),
+        (block(6.0, 4.8), "four_over_six", 1.5),  # 4.8 is 3 * 1.5 + 0.3; under 1.0 it is 4 + 0.8
+        (block(6.0, 4.0), "four_over_six", 1.0),  # exact as it is
+        (block(6.0, 5.2), "four_over_six", 1.5),  # 5.2 is 3 * 1.5 + 0.7; under 1.0 it is 6 - 0.8
+        (block(6.0, 5.2), "sweep", 0.875),  # 5.2 is 6 * 0.875 - 0.05, for 0.75 of the one largest
+    ],
+)
+def test_methods_choose_the_scale_that_loses_least_by_hand(weights, method, scale):
+    assert quantize(weights, tensor_scale=ONE, method=method).block_scale_NS.float().item() == scale
+
+
+@pytest.mark.parametrize("method", ["four_over_six", "sweep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_block_loses_more_than_by_rounding_to_nearest_under_the_same_tensor_scale(method, dtype):
+    torch.manual_seed(0)
+    weights = (torch.randn(300, 96) * torch.rand(300, 1)).to(dtype)
+    scale = 1 / encode_scale(weights.abs().amax(), method=method)
+
+    def loss(chosen) -> Tensor:
+        error = quantize(weights, tensor_scale=scale, method=chosen).decode(torch.float32) - weights.float()
+        return error.view(300, -1, 16).square().sum(-1)
+
+    assert (loss(method) <= loss("rtn") * (1 + 1e-5)).all()
+    assert loss(method).sum() < 0.95 * loss("rtn").sum()
+
+
+def test_the_sweep_loses_no_more_than_four_over_six():
+    torch.manual_seed(0)
+    weights = torch.randn(100, 64)
+
+    def loss(method) -> float:
+        return (quantize(weights, method=method).decode(torch.float32) - weights).norm().item()
+
+    assert loss("sweep") < loss("four_over_six") < loss("rtn")
+
+
+@pytest.mark.parametrize("method", ["four_over_six", "sweep"])
+@pytest.mark.parametrize("weights", [torch.zeros(2, 32), torch.full((2, 32), 1e-30), torch.full((1, 16), 3e38)])
+def test_methods_survive_the_edges_of_float32_and_e4m3(method, weights):
+    found = quantize(weights, method=method)
+
+    decoded = found.decode(torch.float32)
+    assert decoded.isfinite().all()
+    torch.testing.assert_close(decoded, weights, rtol=0.05, atol=0)
+    assert (found.block_scale_NS.float() > 0).all()
