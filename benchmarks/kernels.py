@@ -1,9 +1,10 @@
 """`python -m benchmarks.kernels [SECTION ...]`: the NVFP4 training path on one GPU against its peers.
 
-Every path is checked against a float32 reference first; a wrong one is never timed. Sections: train (the linears of
-one layer, forward and backward), logprob (chosen-token log-prob), step (a whole LoRA training step of a 7B- and a
-32B-shaped policy). Weights are random, on real shapes. Writes `baselines/<machine>/kernels.json`; wants a GPU, and
-bitsandbytes and liger-kernel for its peers.
+Every path is checked against a float32 reference first; a wrong one is never timed. Sections: decode, matmul (rollout
+products at 1 to 8192 rows, see `matmul.py`), train (the linears of one layer, forward and backward), logprob
+(chosen-token log-prob), step (a whole LoRA training step of a 7B- and a 32B-shaped policy). Weights are random, on real
+shapes. Writes `baselines/<machine>/kernels.json`; wants a GPU, and vLLM, humming-kernels, bitsandbytes and
+liger-kernel for its peers.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,20 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.matmul import LAYERS, ROWS, decode_rows, eager_decode, matmul_rows, random_nvfp4, tune
 from benchmarks.record import Row, write
 from benchmarks.timing import gpu_milliseconds, require_close
-from qerl_core.kernels.nvfp4_dequant import reference
+from qerl_core.kernels import nvfp4_matmul
 from qerl_core.kernels.token_logprob import reference as logprob_reference
 from qerl_core.kernels.token_logprob import token_logprob
 from qerl_core.policy.model import checkpoint_activations, follow_autocast
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears
-from qerl_core.quant.nvfp4 import NVFP4Weight
 
 BF16 = torch.bfloat16
-LAYERS = {  # the fused linears of one block: out features, in features
-    "7b": {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
-    "32b": {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (55296, 5120), "down": (5120, 27648)},
-}
 QWEN2 = {
     "7b": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -46,19 +44,12 @@ QWEN2 = {
 }  # fmt: skip
 
 
-def random_nvfp4(num_rows: int, num_cols: int) -> NVFP4Weight:
-    """Any codes; scales that give weights of about 0.02."""
-    packed = torch.randint(256, (num_rows, num_cols // 2), dtype=torch.uint8, device="cuda")
-    scale = (torch.rand(num_rows, num_cols // 16, device="cuda") * 320 + 64).to(torch.float8_e4m3fn)
-    return NVFP4Weight(packed, scale, torch.tensor(0.02 / (192 * 2.6), device="cuda"))
-
-
 class EagerLinear(NVFP4Linear):
     """QeRL's release, rebuilt from its description: the weight decoded by eager passes with an int64 index."""
 
     def decode(self) -> Tensor:
         """The weight, in about ten full-size passes."""
-        return reference(self.weight_packed, self.weight_scale, self.tensor_scale, self.compute_dtype)
+        return eager_decode(self.packed)
 
 
 def nf4(weight_NK: Tensor) -> nn.Module:
@@ -80,7 +71,7 @@ def nf4(weight_NK: Tensor) -> nn.Module:
 
 def train_rows() -> Iterator[Row]:
     """Forward and backward of the four fused linears of one 7B layer, LoRA apart."""
-    shapes = LAYERS["7b"].values()
+    shapes = [(num_out, num_in) for num_out, num_in, _ in LAYERS["7b"].values()]
     packed = [random_nvfp4(*shape) for shape in shapes]
     decoded = [weight.decode(BF16) for weight in packed]
     layers: dict[str, list[Callable[[Tensor], Tensor]]] = {
@@ -279,25 +270,36 @@ def training_step(size: str, make: Callable[[nn.Linear], nn.Module], *, autocast
     return milliseconds, torch.cuda.max_memory_allocated() / 2**30
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {"train": train_rows, "logprob": logprob_rows, "step": step_rows}
+SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
+    "decode": decode_rows, "matmul": matmul_rows, "train": train_rows, "logprob": logprob_rows, "step": step_rows,
+}  # fmt: skip
 
 
 def main() -> None:
     """Run the sections and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=list(SECTIONS))
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all if none is named")
     parser.add_argument("--machine", default=torch.cuda.get_device_name().split()[-1].lower())
+    parser.add_argument("--tune", type=Path, help="only measure configurations of the product, and write them here")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of the section matmul, and of --tune")
     args = parser.parse_args()
+    if unknown := set(args.sections) - set(SECTIONS):
+        parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if args.tune:
+        tune(args.tune, args.rows or nvfp4_matmul.ROWS)
+        return
     rows = []
     for section in args.sections or SECTIONS:
         torch.manual_seed(0)
         random.seed(0)
-        for row in SECTIONS[section]():
+        made = matmul_rows(args.rows or ROWS) if section == "matmul" else SECTIONS[section]()
+        for row in made:
             print(row, flush=True)  # noqa: T201
             rows.append(row)
+            path = write("kernels", args.machine, rows)  # at once: a run that is cut short keeps what it has
         gc.collect()
         torch.cuda.empty_cache()
-    print(write("kernels", args.machine, rows))  # noqa: T201
+    print(path)  # noqa: T201
 
 
 if __name__ == "__main__":

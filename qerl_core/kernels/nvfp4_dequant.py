@@ -93,7 +93,13 @@ if triton is not None:
         # mantissa bit, are its value times 2^-14, zeros and 0.5 included; the scale takes the 2^14, so both are exact.
         block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
         live = block < num_blocks
-        scale = tl.load(block_scale + block, mask=live, other=0.0).to(tl.float32) * tl.load(tensor_scale) * 16384.0
+        scale = tl.load(block_scale + block, mask=live, other=0.0)
+        if block_scale.dtype.element_ty == tl.uint8:  # an Ampere GPU knows no E4M3; the same trick, with 2^-8
+            byte = scale.to(tl.int32)
+            bits = ((byte & 0x7F) << 7) | ((byte & 0x80) << 8)
+            scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            scale = tl.where((byte & 0x7F) == 0x7F, float("nan"), scale)
+        scale = scale.to(tl.float32) * tl.load(tensor_scale) * 16384.0
         word = tl.load(packed + block, mask=live, other=0)
         code = (word[:, None] >> (tl.arange(0, 16) * 4)[None, :]).to(tl.int32)
         bits = ((code & 7) << 9) | ((code & 8) << 12)
@@ -108,6 +114,8 @@ def _decode_by_kernel(packed_NJ: Tensor, block_scale_NS: Tensor, tensor_scale: T
     if num_blocks:
         kernel: Any = _dequantize_kernel
         words = packed_NJ.view(torch.int64)
+        if packed_NJ.is_cuda and torch.cuda.get_device_capability(packed_NJ.device) < (8, 9):
+            block_scale_NS = block_scale_NS.view(torch.uint8)
         kernel[(triton.cdiv(num_blocks, 128),)](
             words, block_scale_NS, tensor_scale, out_NK, num_blocks, BLOCKS=128, num_warps=2, enable_fp_fusion=False
         )

@@ -56,17 +56,19 @@ template <int N> DI void wgmma_wait() { asm volatile("wgmma.wait_group.sync.alig
 DI u64 descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
 
 DI u32 times(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI u32 twice_low(u32 a) { u32 r; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(r) : "r"(a)); return r; }
+DI u32 twice_high(u32 a) { u32 r; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(r) : "r"(a)); return r; }
 DI u32 pick(u32 a, u32 selector) { u32 r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(a), "r"(selector)); return r; }
-// Byte i, a scale with 5 exponent and 3 mantissa bits, to two bfloat16 of scale * 2^119.
-DI u32 scale2(u32 word, int i) { return pick(word, 0x4040u | i | i << 8) * 16 + 236 * 128 * 0x10001u; }
+// The scales of one step's two rows, bytes with 5 exponent and 3 mantissa bits, to two bfloat16 of scale * 2^119.
+DI u32 scales(u32 word, int step) { return pick(word, step ? 0x4341u : 0x4240u) * 16 + 236 * 128 * 0x10001u; }
 // Eight codes to two rows' fragments. A code's bits, where bfloat16 has its sign, low exponent and high mantissa bits,
 // are its value times 2^-126; with the scale's 2^119 the product is exact.
-DI void decode(u32 w, u32 upper, u32 lower, u32* a) {
+DI void decode(u32 w, u32 scale, u32* a) {
   constexpr u32 mask = 0x81C081C0u;
-  a[0] = times(w & mask, upper);
-  a[1] = times(w << 3 & mask, lower);
-  a[2] = times(w << 6 & mask, upper);
-  a[3] = times((w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u), lower);
+  a[0] = times(w & mask, twice_low(scale));
+  a[1] = times(w << 3 & mask, twice_high(scale));
+  a[2] = times(w << 6 & mask, twice_low(scale));
+  a[3] = times((w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u), twice_high(scale));
 }
 DI u32 pack2(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 
@@ -154,7 +156,7 @@ nvfp4_matmul(const __grid_constant__ TensorMap x, const u8* __restrict__ w, u16*
         for (int half = 0; half < 2; half++) {  // 32 columns: decoded while the 32 before are multiplied
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            decode(code[half * 2 + j], scale2(s[0], half * 2 + j), scale2(s[1], half * 2 + j), a[half] + 4 * j);
+            decode(code[half * 2 + j], scales(s[half], j), a[half] + 4 * j);
           wgmma_fence();
           WGMMA(acc[i], (a[half]), x_desc + half * 4);
           WGMMA(acc[i], (a[half] + 4), x_desc + half * 4 + 2);

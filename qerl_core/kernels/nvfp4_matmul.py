@@ -16,6 +16,7 @@ import ctypes
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Config:
     """How the kernel is built and launched for a shape."""
 
     rows: int
-    """Rows of x a tile: a power of two from 8 to 256."""
+    """Rows of x a tile: a multiple of 8 to 256."""
     slabs: int
     """Slabs of 64 rows of W a warpgroup."""
     warpgroups: int
@@ -172,7 +173,7 @@ def _tiles_of(packed_NJ: Tensor, block_scale_NS: Tensor, cols: int) -> Tensor:
     register = torch.arange(4, device=device).view(2, 2, 1)
     half = _placed().to(device)[register, code.long()].sum(dim=(-3, -2), dtype=torch.int32)  # bits that do not meet
     words = half.to(torch.int16).reshape(rows, cols, 1024).view(torch.uint8)
-    scales = _scale_codes().to(device)[scale.long()].view(rows, 4, 2, 8, cols, 4).permute(0, 4, 1, 3, 2, 5)
+    scales = _scale_codes().to(device)[scale.long()].view(rows, 4, 2, 8, cols, 2, 2).permute(0, 4, 1, 3, 5, 2, 6)
     return torch.cat([words, scales.reshape(rows, cols, 256)], dim=-1)
 
 
@@ -190,10 +191,32 @@ def untile(weight: TiledWeight) -> tuple[Tensor, Tensor]:
     code_NK = code.reshape(rows * TILE, cols * TILE)[: weight.num_rows, : weight.num_cols]
     back = torch.zeros(256, dtype=torch.uint8)
     back[_scale_codes().long()] = torch.arange(127, dtype=torch.uint8)
-    scale = back.to(device)[tiles[..., 2048:].long()].view(rows, cols, 4, 8, 2, 4).permute(0, 2, 4, 3, 1, 5)
+    scale = back.to(device)[tiles[..., 2048:].long()].view(rows, cols, 4, 8, 2, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
     scale_NS = scale.reshape(rows * TILE, cols * 4)[: weight.num_rows, : weight.num_cols // BLOCK]
     packed_NJ = code_NK[:, 0::2] | code_NK[:, 1::2] << 4
     return packed_NJ.contiguous(), scale_NS.contiguous().view(torch.float8_e4m3fn)
+
+
+def decode(weight: TiledWeight) -> Tensor:
+    """The matrix [N, K] in bfloat16, equal to that of `nvfp4_dequant` bit for bit."""
+    device = weight.tiles_TUB.device
+    if not is_supported(device):
+        return nvfp4_dequant.dequantize(*untile(weight), weight.tensor_scale, torch.bfloat16)
+    out_NK = torch.empty(weight.num_rows, weight.num_cols, dtype=torch.bfloat16, device=device)
+    num_tiles = weight.tiles_TUB.shape[0] * weight.tiles_TUB.shape[1]
+    if not num_tiles:
+        return out_NK
+    from cuda.bindings import driver
+
+    pointers = (weight.tiles_TUB.data_ptr(), weight.tensor_scale.data_ptr(), out_NK.data_ptr())
+    sizes = (weight.num_rows, weight.num_cols, weight.tiles_TUB.shape[1], num_tiles)
+    types = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 4)
+    with torch.cuda.device(device):
+        function = _untile_function(device.index or 0)
+        stream = torch.cuda.current_stream().cuda_stream
+        grid = -(-num_tiles // 2)
+        _ok(driver.cuLaunchKernel(function, grid, 1, 1, 256, 1, 1, 0, stream, ((*pointers, *sizes), types), 0))
+    return out_NK
 
 
 # The product
@@ -214,7 +237,7 @@ def matmul(x_MK: Tensor, weight: TiledWeight, lora: Lora | None = None, *, confi
     if x_MK.dtype != torch.bfloat16:
         raise ValueError(f"the kernel multiplies bfloat16, not {x_MK.dtype}")
     if config is None:
-        config = choose(num_rows, weight.num_rows, weight.num_cols, x_MK.device)
+        config = choose(num_rows, weight.num_rows, weight.num_cols, x_MK.device, has_lora=lora is not None)
     h_MQ = None if lora is None else shrink(x_MK, lora.a_QK)
     with torch.cuda.device(x_MK.device):
         _launch(config, x_MK, weight, y_MN, h_MQ, lora)
@@ -252,19 +275,21 @@ def _check(x_MK: Tensor, weight: TiledWeight, lora: Lora | None) -> None:
         raise ValueError("the LoRA's matrices must be contiguous")
 
 
-ROWS = (8, 16, 32, 64, 128, 256, 512, 2048)
+ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that configurations are measured for; one between two takes that of the larger."""
 
 
-def choose(num_rows: int, num_out: int, num_in: int, device: torch.device) -> Config:
+def choose(num_rows: int, num_out: int, num_in: int, device: torch.device, *, has_lora: bool) -> Config:
     """The configuration that was measured to be the fastest for a shape, or for the one most like it."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = next((r for r in ROWS if num_rows <= r), ROWS[-1])
-    return _chosen(rows, num_out, num_in, processors)
+    if num_rows <= ROWS[-1]:
+        return _chosen(next(rows for rows in ROWS if num_rows <= rows), num_out, num_in, processors, has_lora)
+    tiles = -(-num_rows // 256)
+    return _deepest(-(-num_rows // (8 * tiles)) * 8, 1, 2, processors)
 
 
 @functools.cache
-def _chosen(rows: int, num_out: int, num_in: int, processors: int) -> Config:
+def _chosen(rows: int, num_out: int, num_in: int, processors: int, has_lora: bool) -> Config:
     measured = json.loads(Path(__file__).with_suffix(".json").read_text())["configs"]
 
     def distance(found: dict[str, Any]) -> float:
@@ -272,31 +297,34 @@ def _chosen(rows: int, num_out: int, num_in: int, processors: int) -> Config:
         return abs(math.log(num_out / other_out)) + abs(math.log(num_in / other_in))
 
     nearest = min((found for found in measured if found["rows"] == rows), key=distance)
-    config = Config(*nearest["config"])
+    config = Config(*nearest["lora" if has_lora else "plain"])
     if nearest["shape"] == [num_out, num_in] and config.blocks <= processors:
         return config
     return replace(config, blocks=_grids(rows, num_out, config, processors)[-1])
 
 
 def candidates(num_rows: int, num_out: int, processors: int) -> list[Config]:
-    """Configurations worth a measurement for a shape."""
-    rows = next((r for r in (8, 16, 32, 64) if num_rows <= r), 128)
+    """Configurations worth a measurement for a shape, for `num_rows` of `ROWS`."""
     found = []
-    for tile_rows, slabs, warpgroups in [*((rows, s, w) for s in (1, 2) for w in (2, 3, 4)), (256, 1, 2)]:
-        if tile_rows * slabs > 256 or (warpgroups > 2 and tile_rows * slabs > 64):
-            continue  # more registers than there are
-        if tile_rows > rows and num_rows <= 128:
-            continue
-        for shared_kib in (227, 113):  # the second leaves room for the next kernel to begin
-            fit = [
-                s for s in range(3, 17) if Config(tile_rows, slabs, warpgroups, s, 0).shared_bytes <= shared_kib * 1024
-            ]
-            if not fit:
-                continue
-            config = Config(tile_rows, slabs, warpgroups, fit[-1], processors)
-            for blocks in _grids(num_rows, num_out, config, processors):
-                found.append(replace(config, blocks=blocks))
+    for tile_rows in {num_rows, -(-num_rows // 16) * 8} if num_rows > 128 else {num_rows}:
+        for slabs, warpgroups in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4)):
+            if tile_rows * slabs > (256, 96, 64)[warpgroups - 2]:
+                continue  # more registers than there are
+            for shared_kib in (227, 113):  # the second leaves room for the next kernel to begin
+                config = _deepest(tile_rows, slabs, warpgroups, processors, shared_kib)
+                if config.shared_bytes > shared_kib * 1024:
+                    continue
+                for blocks in _grids(num_rows, num_out, config, processors):
+                    found.append(replace(config, blocks=blocks))
     return list(dict.fromkeys(found))
+
+
+def _deepest(rows: int, slabs: int, warpgroups: int, blocks: int, shared_kib: int = 227) -> Config:
+    """With as many stages as fit, three at least."""
+    config = Config(rows, slabs, warpgroups, 16, blocks)
+    while config.stages > 3 and config.shared_bytes > shared_kib * 1024:
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def _grids(num_rows: int, num_out: int, config: Config, processors: int) -> list[int]:
@@ -321,20 +349,24 @@ def _wgmma(rows: int) -> str:
 @functools.cache
 def compiled(config: Config, rank: int) -> bytes:
     """The kernel's machine code for sm_90a. RuntimeError with the compiler's words if it does not compile."""
-    from cuda.bindings import nvrtc
-
-    source = _wgmma(config.rows) + Path(__file__).with_suffix(".cu").read_text()
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"nvfp4_matmul.cu", 0, [], [])
     defined = {
         "BM": config.rows, "MI": config.slabs, "WGS": config.warpgroups, "STAGES": config.stages, "RANK": rank,
     }  # fmt: skip
-    options = [b"--gpu-architecture=sm_90a", *(f"-D{name}={value}".encode() for name, value in defined.items())]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    return _compile("nvfp4_matmul", _wgmma(config.rows), [f"-D{name}={value}" for name, value in defined.items()])
+
+
+def _compile(name: str, prelude: str = "", options: Sequence[str] = ()) -> bytes:
+    from cuda.bindings import nvrtc
+
+    source = prelude + (Path(__file__).parent / f"{name}.cu").read_text()
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
+    flags = [flag.encode() for flag in ("--gpu-architecture=sm_90a", *options)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
         log = b" " * size
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"the NVFP4 product does not compile: {log.decode().strip()}")
+        raise RuntimeError(f"{name}.cu does not compile: {log.decode().strip()}")
     _, size = nvrtc.nvrtcGetCUBINSize(program)
     code: bytes = b" " * size
     nvrtc.nvrtcGetCUBIN(program, code)
@@ -353,11 +385,21 @@ def _ok(result: tuple[Any, ...]) -> Any:
 def _function(config: Config, rank: int, device: int) -> Any:
     from cuda.bindings import driver
 
-    module = _ok(driver.cuModuleLoadData(compiled(config, rank)))
-    function = _ok(driver.cuModuleGetFunction(module, b"nvfp4_matmul"))
+    function = _loaded("nvfp4_matmul", compiled(config, rank))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _ok(driver.cuFuncSetAttribute(function, limit, config.shared_bytes))
     return function
+
+
+@functools.cache
+def _untile_function(device: int) -> Any:
+    return _loaded("nvfp4_untile", _compile("nvfp4_untile"))
+
+
+def _loaded(name: str, code: bytes) -> Any:
+    from cuda.bindings import driver
+
+    return _ok(driver.cuModuleGetFunction(_ok(driver.cuModuleLoadData(code)), name.encode()))
 
 
 _WORKSPACES: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -81,7 +81,7 @@ def test_the_masks_and_shifts_of_the_kernel_find_each_weight_in_its_thread():
     one = torch.tensor(1.0)
     tiles = tile(packed, scale, one).tiles_TUB[0, 0]
     words = tiles[:2048].view(torch.int32).view(4, 32, 4).long() & 0xFFFFFFFF
-    scales = tiles[2048:].view(4, 8, 2, 4).long()
+    scales = tiles[2048:].view(4, 8, 2, 2, 2).long()
     mask = 0x81C081C0
     found = torch.zeros(64, 64, dtype=torch.float64)
 
@@ -98,7 +98,7 @@ def test_the_masks_and_shifts_of_the_kernel_find_each_weight_in_its_thread():
                 registers = [word & mask, word << 3 & mask, word << 6 & mask, rest]
                 for number, register in enumerate(registers):
                     row = warp * 16 + (number & 1) * 8 + g
-                    factor = as_bfloat16(int(scales[warp, g, number & 1, step]) * 16 + 236 * 128)
+                    factor = as_bfloat16(int(scales[warp, g, step >> 1, number & 1, step & 1]) * 16 + 236 * 128)
                     for parity in range(2):
                         column = step * 16 + (number >> 1) * 8 + 2 * t + parity
                         found[row, column] = as_bfloat16(register >> 16 * parity) * factor * 128
@@ -173,7 +173,7 @@ def test_the_kernel_compiles_for_hopper(config, rank):
 def test_every_measured_configuration_fits_a_multiprocessor():
     for num_out, num_in in [(4608, 3584), (37888, 3584), (5120, 27648), (576, 576), (64, 64)]:
         for rows in nvfp4_matmul.ROWS:
-            config = nvfp4_matmul._chosen(rows, num_out, num_in, 132)
+            config = nvfp4_matmul._chosen(rows, num_out, num_in, 132, rows > 64)
             assert config.shared_bytes <= 227 * 1024
             assert 1 <= config.blocks <= 132
 
@@ -229,6 +229,15 @@ class TestOnHopper:
         assert y.shape == (num_rows, num_out)
         assert not num_rows or relative_error(y, reference(x, *weight, lora)) < 2.5e-3
 
+    @pytest.mark.parametrize(("num_rows", "num_cols"), SHAPES)
+    def test_tiles_decode_to_the_bits_of_the_definition(self, num_rows, num_cols):
+        weight = random_weight(num_rows, num_cols, "cuda")
+
+        decoded = nvfp4_matmul.decode(tile(*weight))
+
+        wanted = nvfp4_dequant.reference(*weight, torch.bfloat16)
+        assert torch.equal(decoded.view(torch.int16), wanted.view(torch.int16))
+
     def test_large_and_tiny_inputs_keep_their_range(self):
         weight = random_weight(256, 256, "cuda")
         x = torch.randn(4, 256, device="cuda").bfloat16()
@@ -277,6 +286,6 @@ class TestOnHopper:
             assert relative_error(y, wanted) < 4e-3
 
     def test_a_shape_that_was_measured_gets_what_was_measured(self):
-        config = choose(8, 37888, 3584, torch.device("cuda", 0))
+        config = choose(8, 37888, 3584, torch.device("cuda", 0), has_lora=True)
 
         assert config in candidates(8, 37888, 132)
