@@ -1,4 +1,4 @@
-"""`qerl`: up, doctor, demo. What goes wrong at a start is a line and status 2, never a traceback."""
+"""`qerl`: up, doctor, demo, quantize. What goes wrong at a start is a line and status 2, never a traceback."""
 
 import argparse
 import importlib.metadata
@@ -11,15 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from app.embedded import EmbeddedStack, StackError, redis_server
 from app.models import catalog
 from app.settings import Settings
+from qerl_core.config import RoundingMethod
 
 USAGE_ERROR = 2
+METHODS: tuple[str, ...] = get_args(RoundingMethod)
 WANTED_FREE_BYTES = 2 * 1024**3
 
 
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add_up(commands)
     add_demo(commands)
     add_doctor(commands)
+    add_quantize(commands)
     return top
 
 
@@ -67,6 +70,21 @@ def add_doctor(commands: Any) -> None:
     """`qerl doctor`."""
     command = commands.add_parser("doctor", help="what this machine has and lacks; status 1 if it lacks something")
     command.set_defaults(command=doctor)
+
+
+def add_quantize(commands: Any) -> None:
+    """`qerl quantize`."""
+    command = commands.add_parser("quantize", help="write a model's NVFP4 twin to a folder, and say what it cost")
+    command.add_argument("model", metavar="MODEL", help="a folder, an id of the models file, a hub id, package:NAME")
+    command.add_argument("out", metavar="OUT", help="the folder to make")
+    command.add_argument("--revision", help="the commit of a hub id")
+    command.add_argument("--gguf-file", metavar="NAME", help="the file inside MODEL if its weights are GGUF")
+    command.add_argument("--method", choices=METHODS, default="rtn", help="how weights are rounded (%(default)s)")
+    command.add_argument("--calibration", metavar="FILE", help="text that gptq rounds for: UTF-8, or JSONL rows")
+    command.add_argument("--text", metavar="FILE", help="UTF-8 text to compare base and quantized model on")
+    command.add_argument("--device", help="cpu, cuda, cuda:1 ... (the first GPU, or else the CPU)")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.set_defaults(command=quantize)
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -114,6 +132,52 @@ def doctor(arguments: argparse.Namespace) -> int:
         mark = "ok" if check.found else "MISSING" if check.needed else "-"
         _say(f"{check.name:{width}}  {mark:7}  {check.detail}")
     return 1 if any(check.needed and not check.found for check in checks) else 0
+
+
+def quantize(arguments: argparse.Namespace) -> int:
+    """Become `python -m qerl_core.quantize`: one process, so what ends the command ends the work."""
+    if importlib.util.find_spec("torch") is None:
+        return _refuse("quantizing needs torch: pip install 'qerl[train]'")
+    settings = Settings()
+    try:
+        source = _base(arguments, settings)
+    except (_NoModel, catalog.BadModelsFile) as error:
+        return _refuse(str(error))
+    options = {**source, **{name: getattr(arguments, name) for name in ("method", "calibration", "text", "device")}}
+    command = [sys.executable, "-m", "qerl_core.quantize", f"--cache={settings.cache}"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    command += ["--json"] if arguments.json else []
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, "--", arguments.model, arguments.out])
+
+
+class _NoModel(Exception):
+    """Why a name stands for no model, in a line."""
+
+
+def _base(arguments: argparse.Namespace, settings: Settings) -> dict[str, str | None]:
+    """Where the model is, as options of the core. _NoModel or BadModelsFile if that cannot be said."""
+    name: str = arguments.model
+    given = {"source": None, "revision": arguments.revision, "gguf_file": arguments.gguf_file}
+    if Path(name).is_dir() or name.startswith(catalog.PACKAGE):
+        if arguments.revision:
+            raise _NoModel(f"--revision has no effect: {name} is no hub id")
+        return given
+    try:
+        listed = catalog.read(settings.models_file)
+    except catalog.BadModelsFile:
+        if catalog.HUB_ID.fullmatch(name):
+            return given
+        raise
+    if (model := listed.find(name)) is not None:
+        if arguments.revision or arguments.gguf_file:
+            raise _NoModel(f"{settings.models_file.name} says where {name} is: leave --revision and --gguf-file out")
+        return {"source": model.source, "revision": model.revision, "gguf_file": model.gguf_file}
+    if catalog.HUB_ID.fullmatch(name):
+        return given
+    raise _NoModel(
+        f"{name} is no folder, no hub id, and not in {settings.models_file.name} ({', '.join(listed.ids())})"
+    )
 
 
 @dataclass(frozen=True, slots=True)

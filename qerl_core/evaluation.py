@@ -14,6 +14,7 @@ from pathlib import Path
 
 from peft import PeftModel
 
+from qerl_core.calibration import calibration_text
 from qerl_core.config import TrainConfig
 from qerl_core.data.chat import render_prompts
 from qerl_core.data.rows import read_rows
@@ -54,7 +55,8 @@ def evaluate(engine: RolloutEngine, scorer: Scorer, prompts: Sequence[Prompt], c
 
 def compare(config: TrainConfig, adapter: Path, cache: Path) -> dict[str, Metrics]:
     """Evaluate the run's base and, on it, an adapter folder as a user would load it."""
-    causal, tokenizer = open_base(config.model, cache, dtype=config.dtype)
+    text = calibration_text(config, cache)
+    causal, tokenizer = open_base(config.model, cache, dtype=config.dtype, calibration=text)
     prompts = held_out_prompts(config, tokenizer)
     peft = PeftModel.from_pretrained(causal, str(adapter))
     follow_autocast(peft)

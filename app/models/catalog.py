@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.settings import get_settings
-from qerl_core.config import ModelConfig
+from qerl_core.config import ModelConfig, RoundingMethod
 
 PACKAGE = "package:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,14 +67,14 @@ class CatalogModel(_Entry):
     def config(
         self,
         quantization: Literal["nvfp4", "none"] | None,
-        method: Literal["rtn", "four_over_six", "sweep"] | None = None,
+        method: RoundingMethod | None = None,
     ) -> ModelConfig:
         """The model's part of a run's config."""
         hub = None if self.revision is None else self.source
         return ModelConfig(
             id=self.id, source=self.source, revision=self.revision, gguf_file=self.gguf_file,
             hub_id=self.hub_id or hub, quantization=quantization or self.quantization,
-            quantization_method=method or "rtn",
+            quantization_method=method or "auto",
         )  # fmt: skip
 
 

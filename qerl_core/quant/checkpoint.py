@@ -1,20 +1,28 @@
-"""Base models on disk: plain safetensors folders, and compressed-tensors `nvfp4-pack-quantized` ones, which vLLM loads.
+"""Base models on disk: plain safetensors folders, and NVFP4 ones, which vLLM loads too.
 
-Per quantized linear layer [N, K] such a folder holds `weight_packed` uint8 [N, K/2], `weight_scale` float8_e4m3fn
-[N, K/16] and `weight_global_scale` float32 [1]. The last is the INVERSE of our tensor scale: it multiplies when
-quantizing. Nothing outside this file knows that name. Reading inverts it in float32, as vLLM does; compressed-tensors
-divides by it instead, so its float32 values differ from ours by two units in the last place at most.
+Per quantized linear layer [N, K] a compressed-tensors `nvfp4-pack-quantized` folder holds `weight_packed` uint8
+[N, K/2], `weight_scale` float8_e4m3fn [N, K/16] and `weight_global_scale` float32 [1]. The last is the INVERSE of our
+tensor scale: it multiplies when quantizing. Nothing outside this file knows that name. Reading inverts it in float32,
+as vLLM does; compressed-tensors divides by it instead, so its float32 values differ from ours by two units in the last
+place at most. This is what is written.
+
+A folder that NVIDIA's ModelOpt exported is read too. There the same three are called `weight`, `weight_scale` and
+`weight_scale_2`, which is our tensor scale as it is; config.json says `"quant_method": "modelopt"`, or
+hf_quant_config.json beside it does. Only its weights are used: scales for 4-bit activations (`input_scale`) and for an
+8-bit KV cache (`k_scale`, `v_scale`) are passed over, and both stay in the compute type.
 
 What is read is checked against the model class before anything large is loaded: a tensor that is missing, left over,
 of another shape or type, or not finite is a BadCheckpoint that names it. Messages carry the folder's name, no path.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import json
+import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,12 +34,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from qerl_core.config import RoundingMethod
 from qerl_core.errors import BadCheckpoint
 from qerl_core.folders import lone_maker, published
 from qerl_core.kernels.nvfp4_dequant import BLOCK
+from qerl_core.quant.calibration import Rounded, Text, round_layers
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears, scale_groups
 from qerl_core.quant.nvfp4 import Method, NVFP4Weight, encode_scale, largest_magnitude, quantize
 
+"""The codec's own methods, and the one that looks at a layer's inputs too."""
 FORMAT = "nvfp4-pack-quantized"
 WEIGHTS = {
     "num_bits": 4,
@@ -42,6 +53,9 @@ WEIGHTS = {
     "dynamic": False,
 }
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
+MODELOPT_ALGORITHMS = frozenset({"NVFP4", "W4A16_NVFP4", "NVFP4_W4A16"})
+"""The last two leave activations alone, and so are the first one here."""
 COPIED = (
     "*.json",
     "*.jinja",
@@ -54,7 +68,9 @@ COPIED = (
     "chat_templates/*.jinja",
 )
 _VERSION = 1  # of what `quantize_folder` writes: a new one leaves older cache entries aside
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+_FLOATS = frozenset(_BITS)
+_HEADER_BYTES = 512  # more than what a tensor takes in a safetensors header, three times, and in the index
 _LEFT_OVER = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"  # old checkpoints hold them; models compute them
 
 
@@ -67,6 +83,8 @@ class QuantReport:
     """Elements of the quantized layers."""
     relative_error: float
     """Norm of the rounding error over the norm of the weights, all quantized layers together."""
+    layer_errors: Mapping[str, float]
+    """The same for each quantized layer, in the model's order."""
     source_bytes: int
     packed_bytes: int
     """Size of the safetensors files, what is not quantized included."""
@@ -83,18 +101,18 @@ def load_model(
 
     Embeddings, norms, biases and the output head become `compute_dtype`. Raises BadCheckpoint.
     """
-    raw = _read_config(folder)
-    ignore = _nvfp4_ignore(folder, raw)
+    packing = _packing(folder, _read_config(folder))
     model = _skeleton(folder, compute_dtype)
-    linears = {name: linear for name, linear in quantizable_linears(model).items() if not _is_ignored(name, ignore)}
+    linears = {name: linear for name, linear in quantizable_linears(model).items() if not packing.leaves(name)}
     with _Tensors(folder) as tensors:
-        specs = _specs(folder, model, linears)
-        _check_layout(tensors, specs, model)
-        _check_fused(tensors, linears)
+        specs = _specs(folder, model, linears, packing)
+        _check_elsewhere(tensors, linears, packing, model)
+        _check_layout(tensors, specs, model, packing.passed_over)
+        _check_fused(tensors, linears, packing)
         for name, linear in linears.items():
             has_bias = linear.bias is not None
             bias = _read_dense(tensors, f"{name}.bias", device, compute_dtype) if has_bias else None
-            weight = _read_packed(tensors, name, device)
+            weight = _read_packed(tensors, name, packing, device)
             layer = NVFP4Linear.from_weight(weight, bias, compute_dtype, keep_decoded=keep_decoded)
             model.set_submodule(name, layer)
         rest = [name for name in specs if name.rpartition(".")[0] not in linears]
@@ -109,38 +127,65 @@ def load_plain_model(
     _require_plain(folder, _read_config(folder))
     model = _skeleton(folder, compute_dtype)
     with _Tensors(folder) as tensors:
-        specs = _specs(folder, model, ())
+        specs = _specs(folder, model)
         _check_layout(tensors, specs, model)
         _fill(model, tensors, specs, device, compute_dtype)
     return _finish(folder, model, device)
 
 
-def cached_nvfp4(source: Path, cache: Path, *, method: Method = "rtn") -> Path:
+def is_quantized(folder: Path) -> bool:
+    """Whether the folder says that it is, in whatever format. BadCheckpoint if it cannot be asked."""
+    return _read_config(folder).get("quantization_config") is not None
+
+
+def cached_nvfp4(
+    source: Path,
+    cache: Path,
+    *,
+    method: RoundingMethod = "rtn",
+    calibration: Text | None = None,
+    device: torch.device | str = "cpu",
+) -> Path:
     """The NVFP4 twin of a folder, kept in `cache` under a hash of the source's contents; made if it is not there.
 
-    A folder that is NVFP4 already is its own twin. Of two processes that ask at once one works and one waits; what a
-    killed process left behind is thrown away. Raises BadCheckpoint.
+    A calibrated twin is that of its text too. A folder that is NVFP4 already is its own twin, whatever the method. Of
+    two processes that ask at once one works and one waits; what a killed process left behind is thrown away. Raises
+    BadCheckpoint, and ValueError as `quantize_folder` does.
     """
     raw = _read_config(source)
     if raw.get("quantization_config") is not None:
-        _nvfp4_ignore(source, raw)
+        _packing(source, raw)
         return source
-    out = cache / f"nvfp4-{method}-{_content_hash(source)}"
+    _check_calibration(method, calibration)
+    names = ["nvfp4", method, _content_hash(source)]
+    if calibration is not None:
+        names.append(hashlib.sha256(json.dumps([list(ids) for ids in calibration]).encode()).hexdigest()[:16])
+    out = cache / "-".join(names)
     with lone_maker(out) as is_wanted:
         if is_wanted:
-            quantize_folder(source, out, method=method)
+            quantize_folder(source, out, method=method, calibration=calibration, device=device)
     return out
 
 
 def quantize_folder(
-    source: Path, out: Path, *, method: Method = "rtn", max_shard_bytes: int = 4 * 2**30
+    source: Path,
+    out: Path,
+    *,
+    method: RoundingMethod = "rtn",
+    calibration: Text | None = None,
+    max_shard_bytes: int = 4 * 2**30,
+    device: torch.device | str = "cpu",
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> QuantReport:
     """Write the NVFP4 twin of an unquantized folder: every linear layer but the output head, rounded.
 
     Layers that engines fuse share their scale. Tensors pass through memory a few at a time, a shard of output at
-    most. `out` appears when it is complete and on disk, not before. Tokenizer, generation config, chat template and
-    licence come along. Raises BadCheckpoint if the source cannot be quantized, ValueError if `out` exists.
+    most, and for `gptq` one of the decoder's layers with what calibration needs of it (`calibration.py`). `out`
+    appears when it is complete and on disk, not before. Tokenizer, generation config, chat template and licence come
+    along. `on_layer` hears how many layers are done, of how many. Raises BadCheckpoint if the source
+    cannot be quantized, ValueError if `out` exists, if `gptq` lacks calibration text or another method has some.
     """
+    _check_calibration(method, calibration)
     if out.exists():
         raise ValueError(f"{out.name} exists already")
     raw = _read_config(source)
@@ -150,23 +195,27 @@ def quantize_folder(
     if not linears:
         raise BadCheckpoint(f"{source.name}: {raw.get('model_type')} has no linear layers to quantize; train it plain")
     with _Tensors(source) as tensors, published(out) as partial:
-        specs = _specs(source, model, ())
+        specs = _specs(source, model)
         _check_layout(tensors, specs, model)
         writer = _ShardWriter(partial, max_shard_bytes)
         for name in specs:
             if name.removesuffix(".weight") not in linears:
                 writer.add(name, _finite(tensors, name, tensors.read(name)))
-        squared_error = squared_norm = 0.0
-        for group in scale_groups(linears):
-            weights = {name: tensors.read(f"{name}.weight") for name in group}
-            amax = torch.stack([largest_magnitude(w, name=f"{n}.weight") for n, w in weights.items()]).amax()
+        squares: dict[str, tuple[float, float]] = {}
+        if method == "gptq":
+            assert calibration is not None
+            groups = _round_calibrated(source, tensors, specs, calibration, device)
+        else:
+            groups = _round_each(tensors, linears, method, device)
+        for weights, rounded, encode in groups:
             for name, weight_NK in weights.items():
-                packed = quantize(weight_NK, name=f"{name}.weight", amax=amax, method=method)
+                packed = rounded[name]
                 writer.add(f"{name}.weight_packed", packed.packed_NJ)
                 writer.add(f"{name}.weight_scale", packed.block_scale_NS)
-                writer.add(f"{name}.weight_global_scale", encode_scale(amax, method=method).reshape(1))
-                squared_error += (packed.decode(torch.float32) - weight_NK.float()).norm().item() ** 2
-                squared_norm += weight_NK.float().norm().item() ** 2
+                writer.add(f"{name}.weight_global_scale", encode.reshape(1).clone())
+                error_NK = packed.decode(torch.float32) - weight_NK.float()
+                squares[name] = error_NK.norm().item() ** 2, weight_NK.float().norm().item() ** 2
+                on_layer(len(squares), len(linears))
         writer.close()
         _copy_companions(source, partial)
         config = raw | {"quantization_config": _quantization_config(_head_name(model))}
@@ -174,28 +223,89 @@ def quantize_folder(
     return QuantReport(
         num_linears=len(linears),
         num_weights=sum(linear.weight.numel() for linear in linears.values()),
-        relative_error=(squared_error / squared_norm) ** 0.5 if squared_norm else 0.0,
+        relative_error=_relative(*(sum(column) for column in zip(*squares.values(), strict=True))),
+        layer_errors={name: _relative(*squares[name]) for name in linears},
         source_bytes=sum(file.stat().st_size for file in _model_files(source)),
         packed_bytes=sum(file.stat().st_size for file in _model_files(out)),
     )
+
+
+def _relative(squared_error: float, squared_norm: float) -> float:
+    return (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
+
+
+def _round_each(
+    tensors: "_Tensors", linears: Collection[str], method: Method, device: torch.device | str
+) -> Iterator[Rounded]:
+    for group in scale_groups(linears):
+        weights = {name: tensors.read(f"{name}.weight").to(device) for name in group}
+        amax = torch.stack([largest_magnitude(w, name=f"{n}.weight") for n, w in weights.items()]).amax()
+        rounded = {n: quantize(w, name=f"{n}.weight", amax=amax, method=method) for n, w in weights.items()}
+        yield weights, rounded, encode_scale(amax, method=method)
+
+
+def _round_calibrated(
+    source: Path, tensors: "_Tensors", names: Iterable[str], text: Text, device: torch.device | str
+) -> Iterator[Rounded]:
+    model = _skeleton(source, torch.float32)
+
+    def load(prefix: str, module: nn.Module) -> None:
+        _fill(model, tensors, [name for name in names if name.startswith(f"{prefix}.")], device, torch.float32)
+        module.to(device)  # buffers, which no file holds
+
+    return round_layers(model, text, load=load, device=device)
+
+
+def _check_calibration(method: RoundingMethod, calibration: Text | None) -> None:
+    if method == "gptq" and not any(calibration or ()):
+        raise ValueError("gptq needs calibration text: give token ids, or choose a method without calibration")
+    if method != "gptq" and calibration is not None:
+        raise ValueError(f"{method} looks at no text, so calibration would have no effect")
+
+
+def twin_bytes(source: Path) -> int:
+    """How much disk the NVFP4 twin of an unquantized folder takes. BadCheckpoint if it can have none."""
+    _require_plain(source, _read_config(source))
+    model = _skeleton(source, torch.bfloat16)
+    linears = quantizable_linears(model)
+    with _Tensors(source) as tensors:
+        specs = _specs(source, model)
+        _check_layout(tensors, specs, model)
+        total = sum(path.stat().st_size for path in _companions(source))
+        for name in specs:
+            shape, dtype = tensors.spec(name)
+            bits = 4 + 8 / BLOCK if name.removesuffix(".weight") in linears else _BITS.get(dtype, 64)
+            total += int(math.prod(shape) * bits) // 8 + _HEADER_BYTES
+    return total
 
 
 # What a folder claims to be
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """config.json, with ModelOpt's own file as its `quantization_config` where it has none."""
+    if not (folder / CONFIG).is_file():
         raise BadCheckpoint(
             f"{folder.name}: there is no {CONFIG}; give a folder that transformers' save_pretrained wrote"
-        ) from None
+        )
+    raw = _read_object(folder / CONFIG)
+    if raw.get("quantization_config") is None and (folder / MODELOPT_CONFIG).is_file():
+        quant = _read_object(folder / MODELOPT_CONFIG).get("quantization")
+        if not isinstance(quant, dict):
+            raise BadCheckpoint(f"{folder.name}: {MODELOPT_CONFIG} has no `quantization` object; fetch it again")
+        raw["quantization_config"] = quant | {"quant_method": "modelopt"}
+    return raw
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadCheckpoint(
-            f"{folder.name}: {CONFIG} cannot be read ({type(error).__name__}); fetch it again"
+            f"{file.parent.name}: {file.name} cannot be read ({type(error).__name__}); fetch it again"
         ) from error
     if not isinstance(raw, dict):
-        raise BadCheckpoint(f"{folder.name}: {CONFIG} holds no JSON object; fetch it again")
+        raise BadCheckpoint(f"{file.parent.name}: {file.name} holds no JSON object; fetch it again")
     return raw
 
 
@@ -206,8 +316,75 @@ def _require_plain(folder: Path, raw: Mapping[str, Any]) -> None:
 
 def _method(raw: Mapping[str, Any]) -> str:
     quant = raw["quantization_config"]
-    names = [quant.get("quant_method"), quant.get("format")] if isinstance(quant, dict) else []
+    keys = ("quant_method", "quant_algo", "format")
+    names = [quant.get(key) for key in keys] if isinstance(quant, dict) else []
     return " ".join(str(name) for name in names if name) or "unknown method"
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How a folder names the parts of its quantized layers, and which layers it leaves as they are."""
+
+    parts: tuple[str, str, str]
+    """Codes, block scales, tensor scale."""
+    is_inverse: bool
+    """Whether the last one multiplies when quantizing."""
+    leaves: Callable[[str], bool]
+    """Whether a layer of this name is not quantized."""
+    passed_over: str
+    """Matches tensors that are not needed."""
+
+
+def _packing(folder: Path, raw: Mapping[str, Any]) -> _Packing:
+    """What the folder claims to be; BadCheckpoint unless that is NVFP4 weights."""
+    quant = raw.get("quantization_config")
+    if isinstance(quant, dict) and (quant.get("quant_method") or quant.get("quant_library")) in _MODELOPT:
+        ignore = _modelopt_ignore(folder, quant)
+        return _Packing(
+            ("weight", "weight_scale", "weight_scale_2"),
+            is_inverse=False,
+            leaves=lambda name: _is_excluded(name, ignore),
+            passed_over=rf"{_LEFT_OVER}|\.(input|k|v)_scale$",
+        )
+    ignore = _nvfp4_ignore(folder, raw)
+    return _Packing(
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        is_inverse=True,
+        leaves=lambda name: _is_ignored(name, ignore),
+        passed_over=_LEFT_OVER,
+    )
+
+
+_MODELOPT = ("modelopt", "modelopt_fp4")
+
+
+def _modelopt_ignore(folder: Path, quant: Mapping[str, Any]) -> list[str]:
+    """The wildcards of what ModelOpt left unquantized; BadCheckpoint unless the rest is NVFP4 in blocks of 16."""
+    quant = quant["quantization"] if isinstance(quant.get("quantization"), dict) else quant
+    algorithm = quant.get("quant_algo")
+    if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
+        raise BadCheckpoint(
+            f"{folder.name}: is quantized by modelopt with quant_algo {algorithm}, and of ModelOpt's folders only "
+            f"those with {' or '.join(sorted(MODELOPT_ALGORITHMS))} can be trained on; give one of these "
+            "(NVFP4_DEFAULT_CFG), or the unquantized model"
+        )
+    groups = quant.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    sizes = [quant.get("group_size"), *(part.get("group_size") for part in weights if isinstance(part, dict))]
+    if wrong := [size for size in sizes if size not in (None, BLOCK)]:
+        raise BadCheckpoint(
+            f"{folder.name}: its weights are in blocks of {wrong[0]} (group_size), and NVFP4's are of {BLOCK}; "
+            "give a folder with such, or the unquantized model"
+        )
+    ignore = quant.get("exclude_modules") or quant.get("ignore") or ()
+    if not isinstance(ignore, list | tuple):
+        raise BadCheckpoint(f"{folder.name}: exclude_modules is {ignore!r}, not a list of names; fetch it again")
+    return [str(name) for name in ignore]
+
+
+def _is_excluded(name: str, wildcards: Iterable[str]) -> bool:
+    """A name without wildcards stands for the module and what is in it, wherever the module is."""
+    return any(fnmatch.fnmatchcase(name, entry) or f".{entry}." in f".{name}." for entry in wildcards)
 
 
 def _nvfp4_ignore(folder: Path, raw: Mapping[str, Any]) -> list[str]:
@@ -217,7 +394,8 @@ def _nvfp4_ignore(folder: Path, raw: Mapping[str, Any]) -> list[str]:
         raise BadCheckpoint(f"{folder.name}: is not quantized; quantize it first, or train it unquantized")
     wrong = BadCheckpoint(
         f"{folder.name}: is quantized by {_method(raw)}, and only compressed-tensors {FORMAT} with weights of "
-        "4 bits in blocks of 16 and activations left alone can be trained on; give the unquantized model instead"
+        "4 bits in blocks of 16 and activations left alone, or ModelOpt's NVFP4, can be trained on; give the "
+        "unquantized model instead"
     )
     if not isinstance(quant, dict) or quant.get("quant_method") != "compressed-tensors":
         raise wrong
@@ -300,10 +478,9 @@ class _Spec:
     """Safetensors' names; empty for any."""
 
 
-_PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
-
-
-def _specs(folder: Path, model: PreTrainedModel, packed: Collection[str]) -> dict[str, _Spec]:
+def _specs(
+    folder: Path, model: PreTrainedModel, packed: Collection[str] = (), packing: _Packing | None = None
+) -> dict[str, _Spec]:
     """Every tensor that must be on disk: the model's state, tied copies left out, `packed` layers in three parts."""
     specs = {
         name: _Spec(tuple(tensor.shape), _FLOATS if tensor.is_floating_point() else frozenset())
@@ -311,12 +488,14 @@ def _specs(folder: Path, model: PreTrainedModel, packed: Collection[str]) -> dic
         if name not in model.all_tied_weights_keys
     }
     for name in packed:
+        assert packing is not None
         rows, cols = specs.pop(f"{name}.weight").shape
         if cols % BLOCK:
             raise BadCheckpoint(f"{folder.name}: {name} has {cols} input features, which NVFP4 cannot hold")
-        specs[f"{name}.weight_packed"] = _Spec((rows, cols // 2), frozenset({"U8"}))
-        specs[f"{name}.weight_scale"] = _Spec((rows, cols // BLOCK), frozenset({"F8_E4M3"}))
-        specs[f"{name}.weight_global_scale"] = _Spec((1,), frozenset({"F32"}))
+        codes, block_scale, tensor_scale = packing.parts
+        specs[f"{name}.{codes}"] = _Spec((rows, cols // 2), frozenset({"U8"}))
+        specs[f"{name}.{block_scale}"] = _Spec((rows, cols // BLOCK), frozenset({"F8_E4M3"}))
+        specs[f"{name}.{tensor_scale}"] = _Spec((1,), frozenset({"F32"}))
     return specs
 
 
@@ -388,7 +567,36 @@ def _model_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _check_layout(tensors: _Tensors, specs: Mapping[str, _Spec], model: PreTrainedModel) -> None:
+def _check_elsewhere(tensors: _Tensors, linears: Collection[str], packing: _Packing, model: PreTrainedModel) -> None:
+    """BadCheckpoint if more is quantized than the `linears`, or by more than three tensors a layer."""
+    model_type, scale = model.config.model_type, packing.parts[-1]
+    scaled = {name.rpartition(".")[0] for name in tensors if name.endswith(f".{scale}")} - set(linears)
+    if scaled:
+        head = _head_name(model)
+        name, is_module = min(scaled), min(scaled) in dict(model.named_modules())
+        if head in scaled:
+            why, remedy = "is the output head, which is read unquantized only", "leave it out when quantizing"
+        elif is_module:
+            why, remedy = "is left out of quantization by the config", "mend the list of excluded modules"
+        else:
+            why = f"is no linear layer of a {model_type} here (experts of a mixture are none)"
+            remedy = "give a dense model"
+        name = head if head in scaled else name
+        others = f" (and {len(scaled) - 1} more)" if len(scaled) > 1 else ""
+        raise BadCheckpoint(
+            f"{tensors.folder}: {name}.{scale}{others} says that {name} is quantized, and it {why}; {remedy}, or "
+            "give the unquantized model"
+        )
+    if awq := sorted(name for name in tensors if name.endswith(".pre_quant_scale")):
+        raise BadCheckpoint(
+            f"{tensors.folder}: {awq[0]} scales a layer's input (AWQ), which is not done here; quantize again "
+            "without AWQ, or give the unquantized model"
+        )
+
+
+def _check_layout(
+    tensors: _Tensors, specs: Mapping[str, _Spec], model: PreTrainedModel, passed_over: str = _LEFT_OVER
+) -> None:
     """BadCheckpoint unless the files hold the tensors of `specs`, as they should be, and nothing else."""
     found = set(tensors)
     for copy, original in model.all_tied_weights_keys.items():
@@ -400,7 +608,7 @@ def _check_layout(tensors: _Tensors, specs: Mapping[str, _Spec], model: PreTrain
                 "set tie_word_embeddings to false or drop the tensor"
             )
         found.discard(copy)
-    patterns = "|".join([_LEFT_OVER, *(model._keys_to_ignore_on_load_unexpected or ())])
+    patterns = "|".join([passed_over, *(model._keys_to_ignore_on_load_unexpected or ())])
     found = {name for name in found if not re.search(patterns, name)}
     for what, names in (("missing", specs.keys() - found), ("not a part of the model", found - specs.keys())):
         if names:
@@ -420,29 +628,30 @@ def _check_layout(tensors: _Tensors, specs: Mapping[str, _Spec], model: PreTrain
         if spec.dtypes and dtype not in spec.dtypes:
             raise BadCheckpoint(
                 f"{tensors.folder}: {name} is stored as {dtype}, not {' or '.join(sorted(spec.dtypes))}; "
-                "give a checkpoint that is unquantized, or NVFP4 by compressed-tensors"
+                "give a checkpoint that is unquantized, or NVFP4 by compressed-tensors or ModelOpt"
             )
 
 
-def _check_fused(tensors: _Tensors, linears: Collection[str]) -> None:
+def _check_fused(tensors: _Tensors, linears: Collection[str], packing: _Packing) -> None:
+    part = packing.parts[-1]
     for group in scale_groups(linears):
-        scale = tensors.read(f"{group[0]}.weight_global_scale").item()
+        scale = tensors.read(f"{group[0]}.{part}").item()
         for name in group[1:]:
-            other = tensors.read(f"{name}.weight_global_scale").item()
+            other = tensors.read(f"{name}.{part}").item()
             if other != scale:
                 raise BadCheckpoint(
-                    f"{tensors.folder}: {name}.weight_global_scale is {other}, and that of {group[0]} is {scale}; "
+                    f"{tensors.folder}: {name}.{part} is {other}, and that of {group[0]} is {scale}; "
                     "engines fuse the two under one scale, so quantize the model again with a shared one"
                 )
 
 
-def _read_packed(tensors: _Tensors, name: str, device: torch.device | str) -> NVFP4Weight:
-    packed, block_scale, global_scale = (tensors.read(f"{name}.{leaf}") for leaf in _PACKED)
-    tensor_scale = (1 / global_scale).reshape(())
+def _read_packed(tensors: _Tensors, name: str, packing: _Packing, device: torch.device | str) -> NVFP4Weight:
+    packed, block_scale, stored = (tensors.read(f"{name}.{part}") for part in packing.parts)
+    tensor_scale = (1 / stored if packing.is_inverse else stored).reshape(())
     smallest = torch.finfo(torch.float32).tiny
-    if not (torch.isfinite(global_scale) and torch.isfinite(tensor_scale) and tensor_scale >= smallest):
+    if not (torch.isfinite(stored) and torch.isfinite(tensor_scale) and tensor_scale >= smallest):
         raise BadCheckpoint(
-            f"{tensors.folder}: {name}.weight_global_scale is {global_scale.item()}, which scales no weight; "
+            f"{tensors.folder}: {name}.{packing.parts[-1]} is {stored.item()}, which scales no weight; "
             "quantize the model again"
         )
     if not (block_scale.float() >= 0).all():
@@ -512,7 +721,7 @@ class _ShardWriter:
         """Take a tensor; it is on disk at the latest when the writer is closed."""
         if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._max_bytes:
             self._flush()
-        self._pending[name] = tensor.contiguous()
+        self._pending[name] = tensor.cpu().contiguous()
 
     def close(self) -> None:
         """Write what is left, and give the files their names."""
@@ -530,7 +739,10 @@ class _ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _flush(self) -> None:
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        try:
+            save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, mostly
+            raise OSError(str(error)) from error
         self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
         self._shards.append(list(self._pending))
         self._pending = {}

@@ -19,7 +19,7 @@ to the weights' own type; here it is float32, so on bfloat16 weights a block sca
 Two methods choose each block's scale by the squared error that it leaves. `four_over_six` (arXiv:2512.02010) tries to
 map the block's largest weight to 6 and to 4, since E2M1 has nothing between; `sweep` tries E4M3's neighbours of the
 first, from two below to five above. Both leave room above the largest scale: encode_scale = 256 * 6 / amax. The
-format is the same, so whatever reads one reads all.
+format is the same, so whatever reads one reads all. Rounding that looks at a layer's inputs is in `gptq.py`.
 
 N = out features, K = in features, J = K / 2 bytes, S = K / 16 blocks, C = rows of a chunk, B = the 16 of a block.
 """
@@ -164,22 +164,26 @@ def _checked_tensor_scale(tensor_scale: Tensor) -> Tensor:
 
 def _encode(weight_CK: Tensor, encode: Tensor, method: Method) -> tuple[Tensor, Tensor]:
     weight_CSB = weight_CK.view(weight_CK.shape[0], weight_CK.shape[1] // BLOCK, BLOCK)
-    first, *others = _scales(weight_CSB, encode, method)
-    scale_CS, code_CSB = first, _codes(weight_CSB, first, encode)
+    first, *others = candidate_scales(weight_CSB, encode, method)
+    scale_CS, code_CSB = first, nearest_codes(weight_CSB, first, encode)
     if others:
         error_CS = _squared_error(weight_CSB, code_CSB, first, encode)
     for other in others:
-        tried_CSB = _codes(weight_CSB, other, encode)
+        tried_CSB = nearest_codes(weight_CSB, other, encode)
         tried_error_CS = _squared_error(weight_CSB, tried_CSB, other, encode)
         is_better = tried_error_CS < error_CS
         scale_CS = torch.where(is_better, other, scale_CS)
         code_CSB = torch.where(is_better.unsqueeze(-1), tried_CSB, code_CSB)
         error_CS = torch.where(is_better, tried_error_CS, error_CS)
-    packed_CSJ = code_CSB[..., 0::2] | code_CSB[..., 1::2] << 4
-    return packed_CSJ.flatten(1), scale_CS.to(torch.float8_e4m3fn)
+    return pack(code_CSB.flatten(1)), scale_CS.to(torch.float8_e4m3fn)
 
 
-def _scales(weight_CSB: Tensor, encode: Tensor, method: Method) -> list[Tensor]:
+def pack(code_NK: Tensor) -> Tensor:
+    """Two codes a byte, [N, J]."""
+    return code_NK[:, 0::2] | code_NK[:, 1::2] << 4
+
+
+def candidate_scales(weight_CSB: Tensor, encode: Tensor, method: Method) -> list[Tensor]:
     """The block scales that a method tries, as float32 [C, S] of E4M3 values; that of `rtn` first."""
     amax_CS = weight_CSB.abs().amax(dim=-1)
     nearest_CS = _to_e4m3(amax_CS / E2M1_MAX * encode)
@@ -198,8 +202,8 @@ def _to_e4m3(scale_CS: Tensor) -> Tensor:
     return torch.where(scale_CS == 0, _SCALE_OF_EMPTY_BLOCK, scale_CS)
 
 
-def _codes(weight_CSB: Tensor, scale_CS: Tensor, encode: Tensor) -> Tensor:
-    """uint8 [C, S, 16]: the nearest codes under a scale."""
+def nearest_codes(weight_CSB: Tensor, scale_CS: Tensor, encode: Tensor) -> Tensor:
+    """uint8, as the weights are shaped: the nearest codes under a scale for each of their rows."""
     scaled_CSB = weight_CSB / (scale_CS / encode).unsqueeze(-1)
     code_CSB = (scaled_CSB < 0).to(torch.uint8).mul_(8)
     magnitude_CSB = scaled_CSB.abs_()

@@ -84,7 +84,7 @@ def test_nothing_of_a_job_tells_where_things_lie_on_the_server(client, create, s
         "revision": None,
         "hub_id": f"HuggingFaceTB/{MODEL}",
         "quantization": "nvfp4",
-        "quantization_method": "rtn",
+        "quantization_method": "auto",
     }
     assert job["resolved_config"]["data"] == {"shuffle": True}
     assert job["resolved_config"]["num_steps"] == 100

@@ -576,7 +576,7 @@ OTHERS = [
     {"quant_method": "awq", "bits": 4},
     {"quant_method": "bitsandbytes", "load_in_4bit": True},
     {"quant_method": "fp8"},
-    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    {"quant_method": "modelopt", "quant_algo": "FP8"},
     {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
