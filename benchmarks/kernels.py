@@ -25,10 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.matmul import LAYERS, ROWS, decode_rows, eager_decode, matmul_rows, random_nvfp4, tune
 from benchmarks.record import Row, write
 from benchmarks.timing import gpu_milliseconds, require_close
+from qerl_core.config import LoraConfig as OurLoraConfig
 from qerl_core.kernels import nvfp4_matmul
 from qerl_core.kernels.token_logprob import reference as logprob_reference
 from qerl_core.kernels.token_logprob import token_logprob
-from qerl_core.policy.model import checkpoint_activations, follow_autocast
+from qerl_core.policy.model import checkpoint_activations, follow_autocast, peft_config
+from qerl_core.policy.recompute import chunk_mlps
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears
 
 BF16 = torch.bfloat16
@@ -217,7 +219,10 @@ def nf4_layer(linear: nn.Linear) -> nn.Module:
 
 @contextmanager
 def policy(size: str, make: Callable[[nn.Linear], nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """A Qwen2-shaped model with LoRA on its seven projections, random; yields (PEFT model, causal model)."""
+    """A Qwen2-shaped model with LoRA on its seven projections, random; yields (PEFT model, causal model).
+
+    Over NVFP4 as a run of ours has it; over others as PEFT and transformers have it, activations checkpointed too.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -237,8 +242,13 @@ def policy(size: str, make: Callable[[nn.Linear], nn.Module]) -> Iterator[tuple[
         causal.model.rotary_emb = type(causal.model.rotary_emb)(config)
     causal.requires_grad_(False)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    peft = get_peft_model(causal, LoraConfig(r=32, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM"))
+    if make is random_layer:
+        peft = get_peft_model(causal, peft_config(OurLoraConfig(rank=32, alpha=64)))
+    else:
+        peft = get_peft_model(causal, LoraConfig(r=32, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM"))
     checkpoint_activations(causal)
+    if make is random_layer:
+        chunk_mlps(causal)
     peft.train()
     yield peft, causal
     del peft, causal
