@@ -11,7 +11,11 @@ class Observer(Protocol):
     """Whoever watches a run: the service's rows, a file, or nobody."""
 
     def on_phase(self, phase: str) -> None:
-        """Learn what the run is at: preparing, evaluating, training."""
+        """Learn what the run is at: preparing, quantizing, evaluating, training."""
+        ...
+
+    def on_note(self, message: str) -> None:
+        """Learn in a sentence what a user should know of how the run goes: the path it takes, and why."""
         ...
 
     def on_start(self, step: int) -> None:
@@ -34,6 +38,9 @@ class NullObserver:
     """Nobody watches."""
 
     def on_phase(self, phase: str) -> None:
+        """Do nothing."""
+
+    def on_note(self, message: str) -> None:
         """Do nothing."""
 
     def on_start(self, step: int) -> None:

@@ -51,6 +51,10 @@ class JobObserver:
         """Show the phase."""
         self._write(lambda session: service.enter_phase(session, self.lease, phase))
 
+    def on_note(self, message: str) -> None:
+        """Add an event."""
+        self._write(lambda session: service.note(session, self.lease, message))
+
     def on_start(self, step: int) -> None:
         """Forget the steps that will come again."""
         self._write(lambda session: service.rewind(session, self.lease, step))

@@ -118,6 +118,12 @@ def enter_phase(session: Session, lease: Lease, phase: str) -> None:
     _write(session, lease, phase=phase)
 
 
+def note(session: Session, lease: Lease, message: str) -> None:
+    """Add an event of the run's own."""
+    heartbeat(session, lease)
+    log(session, lease.job_id, message)
+
+
 def rewind(session: Session, lease: Lease, step: int) -> None:
     """Start from the checkpoint of `step`: what an earlier attempt reported beyond it will be reported again."""
     _write(session, lease, step=max(step, 0))

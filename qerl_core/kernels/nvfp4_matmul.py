@@ -285,7 +285,7 @@ def choose(num_rows: int, num_out: int, num_in: int, device: torch.device, *, ha
     if num_rows <= ROWS[-1]:
         return _chosen(next(rows for rows in ROWS if num_rows <= rows), num_out, num_in, processors, has_lora)
     tiles = -(-num_rows // 256)
-    return _deepest(-(-num_rows // (8 * tiles)) * 8, 1, 2, processors)
+    return _deepest(-(-num_rows // (32 * tiles)) * 32, 1, 2, processors)  # in 32s: few builds
 
 
 @functools.cache

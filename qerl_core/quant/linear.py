@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
+from qerl_core.kernels import nvfp4_matmul
 from qerl_core.kernels.nvfp4_dequant import BLOCK, dequantize
+from qerl_core.kernels.nvfp4_matmul import TiledWeight
 from qerl_core.quant.nvfp4 import NVFP4Weight
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -64,6 +66,7 @@ class NVFP4Linear(nn.Linear):
         frozen = torch.empty(out_features, dtype=compute_dtype, device=device) if bias else None
         self.register_parameter("bias", None if frozen is None else nn.Parameter(frozen, requires_grad=False))
         self._decoded: Tensor | None = None
+        self._tiled: TiledWeight | None = None
 
     @classmethod
     def from_weight(
@@ -88,7 +91,22 @@ class NVFP4Linear(nn.Linear):
     @property
     def packed(self) -> NVFP4Weight:
         """The weight as the codec knows it."""
+        if self._tiled is not None:
+            return NVFP4Weight(*nvfp4_matmul.untile(self._tiled), self._tiled.tensor_scale)
         return NVFP4Weight(self.weight_packed, self.weight_scale, self.tensor_scale)
+
+    def adopt(self, tiled: TiledWeight) -> None:
+        """Read the weight from tiles that another holds, a rollout engine, and let go of the layer's own copy.
+
+        The tiles must hold the same weight. The layer stays on their device. ValueError for another shape.
+        """
+        if (tiled.num_rows, tiled.num_cols) != (self.out_features, self.in_features):
+            raise ValueError(f"tiles of {tiled.num_rows} x {tiled.num_cols} do not fit {self}")
+        device = tiled.tiles_TUB.device
+        self._tiled, self._decoded = tiled, None
+        self.weight_packed = torch.empty(0, self.in_features // 2, dtype=torch.uint8, device=device)
+        self.weight_scale = torch.empty(0, self.in_features // BLOCK, dtype=torch.float8_e4m3fn, device=device)
+        self.tensor_scale = tiled.tensor_scale
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter here
@@ -103,7 +121,11 @@ class NVFP4Linear(nn.Linear):
         if self._decoded is not None:
             return self._decoded
         with torch.inference_mode(False):  # or a weight kept from a rollout could not be trained through
-            decoded = dequantize(self.weight_packed, self.weight_scale, self.tensor_scale, self.compute_dtype)
+            if self._tiled is not None and self.compute_dtype == torch.bfloat16:
+                decoded = nvfp4_matmul.decode(self._tiled)
+            else:
+                packed = self.packed
+                decoded = dequantize(packed.packed_NJ, packed.block_scale_NS, packed.tensor_scale, self.compute_dtype)
         if self.keep_decoded:
             self._decoded = decoded
         return decoded

@@ -1,7 +1,7 @@
 """Rollouts by the trained model itself, through transformers: slow, exact, runs on a CPU.
 
 A prompt is prefilled once for all its completions; finished sequences leave the batch. P = prompts, B = sequences
-that still grow, V = vocabulary.
+that still grow, S = tokens of a completion, V = vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from qerl_core.errors import RolloutFailed
 from qerl_core.policy.model import PolicyModel
 from qerl_core.policy.norms import NormNoise
-from qerl_core.rollout.engine import Sampling
+from qerl_core.rollout.engine import Sampling, completion_seed
 from qerl_core.types import Completion, FinishReason, Group, Prompt
 
 
@@ -35,30 +35,31 @@ class HfEngine:
         self.noise: NormNoise | None = None
 
     @torch.no_grad()
-    def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int) -> list[Group]:
+    def rollout(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
+    ) -> list[Group]:
         """See `RolloutEngine`."""
-        generator = torch.Generator(self.model.device).manual_seed(seed)
         prompts_at_once = max(1, self.max_sequences // sampling.num_completions)
         was_training = self.model.causal.training
         self.model.causal.eval()
         try:
             if sigma == 0:
-                return self._groups(prompts, prompts_at_once, sampling, generator)
+                return self._groups(prompts, prompts_at_once, sampling, seed, first)
             self.noise = self.noise or NormNoise(self.model.causal)
             with self.noise.applied(sigma, seed):
-                return self._groups(prompts, prompts_at_once, sampling, generator)
+                return self._groups(prompts, prompts_at_once, sampling, seed, first)
         finally:
             self.model.causal.train(was_training)
 
     def _groups(
-        self, prompts: Sequence[Prompt], prompts_at_once: int, sampling: Sampling, generator: torch.Generator
+        self, prompts: Sequence[Prompt], prompts_at_once: int, sampling: Sampling, seed: int, first: int
     ) -> list[Group]:
         groups: list[Group] = []
         for start in range(0, len(prompts), prompts_at_once):
-            groups += self._decode(prompts[start : start + prompts_at_once], sampling, generator)
+            groups += self._decode(prompts[start : start + prompts_at_once], sampling, seed, first + start)
         return groups
 
-    def _decode(self, prompts: Sequence[Prompt], sampling: Sampling, generator: torch.Generator) -> list[Group]:
+    def _decode(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, first: int) -> list[Group]:
         device = self.model.device
         token_ids_PL, mask_BL = _pad_left([prompt.token_ids for prompt in prompts], device)
         positions_PL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
@@ -72,9 +73,16 @@ class HfEngine:
         position_B = positions_PL[:, -1].repeat_interleave(repeat)
 
         sequences = [_Sequence() for _ in range(len(prompts) * repeat)]
+        draws_BS = torch.stack(
+            [
+                _draws(completion_seed(seed, first + p, number), sampling.max_tokens)
+                for p in range(len(prompts))
+                for number in range(repeat)
+            ]
+        ).to(device)
         live = list(range(len(sequences)))
         for step in range(sampling.max_tokens):
-            token_B, logprob_B = sample(logits_BV, sampling, generator)
+            token_B, logprob_B = sample(logits_BV, sampling, draws_BS[live, step])
             going = []
             for place, (number, token, logprob) in enumerate(
                 zip(live, token_B.tolist(), logprob_B.tolist(), strict=True)
@@ -116,10 +124,16 @@ class HfEngine:
         return Completion(tuple(sequence.tokens), tuple(sequence.logprobs), text, reason)
 
 
-def sample(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _draws(seed: int, num: int) -> Tensor:
+    """float64 [num], uniform in [0, 1): made on the CPU, so the same on every device."""
+    return torch.rand(num, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sample(logits_BV: Tensor, sampling: Sampling, draw_B: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each row and its log-prob under the distribution it was drawn from: int64 [B], float32 [B].
 
-    Greedy (temperature 0) gives the log-prob at temperature 1.
+    `draw_B`, uniform in [0, 1), says where in the cumulative distribution. Greedy (temperature 0) has no use for it,
+    and gives the log-prob at temperature 1.
     """
     if sampling.temperature == 0:
         token_B = logits_BV.argmax(dim=-1)
@@ -131,7 +145,10 @@ def sample(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) ->
         outside_BV = probs_BV.cumsum(dim=-1) - probs_BV >= sampling.top_p  # the first token is always inside
         logits_BV = logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), -torch.inf)
     logprobs_BV = logits_BV.log_softmax(dim=-1)
-    token_B1 = logprobs_BV.exp().multinomial(1, generator=generator)
+    cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
+    wanted_B1 = (draw_B * cumulative_BV[:, -1])[:, None]
+    # The first token beyond: one of probability zero is never that. The clamp is for a product rounded up to the sum.
+    token_B1 = torch.searchsorted(cumulative_BV, wanted_B1, right=True).clamp(max=logits_BV.shape[1] - 1)
     return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
 
 

@@ -125,6 +125,7 @@ def test_a_cancelled_run_learns_it_from_whatever_it_writes(observer, lease, chec
 
     for write in (
         lambda: observer.on_phase("training"),
+        lambda: observer.on_note("Rollouts by hf."),
         lambda: observer.on_start(-1),
         lambda: observer.on_step(1, {}),
         lambda: observer.on_checkpoint(1, checkpoint),

@@ -6,15 +6,70 @@ from qerl_core.errors import BadCheckpoint
 from qerl_core.policy.norms import NormNoise, noisy_norms
 from tests.tiny import make_model
 
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+
+@pytest.mark.parametrize("architecture", [*FAMILIES, "gemma"])
 def test_two_norms_of_each_block_carry_noise(architecture, tmp_path):
     causal = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture=architecture))
 
-    assert sorted(noisy_norms(causal)) == [
+    assert sorted(noisy_norms(causal.get_decoder(), causal.config)) == [
         "layers.0.input_layernorm", "layers.0.post_attention_layernorm",
         "layers.1.input_layernorm", "layers.1.post_attention_layernorm",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text"])
+def test_where_the_mlp_has_a_norm_of_its_own_it_is_that_one(architecture, tmp_path):
+    causal = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture=architecture))
+
+    assert sorted(noisy_norms(causal.get_decoder(), causal.config)) == [
+        "layers.0.input_layernorm", "layers.0.pre_feedforward_layernorm",
+        "layers.1.input_layernorm", "layers.1.pre_feedforward_layernorm",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", [*FAMILIES, "gemma", "gemma2", "gemma3_text"])
+def test_the_norms_are_those_whose_output_the_linears_read(architecture, tmp_path):
+    causal = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture=architecture))
+    written, read = {}, {}
+    for name, norm in noisy_norms(causal.get_decoder(), causal.config).items():
+        norm.register_forward_hook(lambda norm, inputs, output, name=name: written.update({name: output}))
+    for i, layer in enumerate(causal.model.layers):
+        for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            layer.get_submodule(leaf).register_forward_pre_hook(
+                lambda linear, inputs, name=f"layers.{i}.{leaf}": read.update({name: inputs[0]})
+            )
+
+    with torch.no_grad():
+        causal(torch.arange(8)[None])
+
+    assert len(written) == 4
+    for name, states in read.items():
+        first, second = [norm for norm in written if norm.startswith(name[:9])]
+        assert torch.equal(states, written[first if "self_attn" in name else second])
+
+
+@pytest.mark.parametrize("architecture", ["gemma", "gemma2", "gemma3_text"])
+def test_gemmas_norms_multiply_by_one_more_than_their_weight_and_noise_is_added_to_that(architecture, tmp_path):
+    causal = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture=architecture), dtype=torch.float32)
+    noise = NormNoise(causal)
+    [norm, *_] = noise.norms.values()
+    states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    clean, weight = norm(states), norm.weight.detach().clone()
+
+    with noise.applied(0.1, 0):
+        factor = (1 + norm.weight) / (1 + weight)
+        noisy = norm(states)
+
+    torch.testing.assert_close(noisy, clean * factor)
+
+
+def test_an_architecture_with_one_norm_a_block_is_refused(tmp_path):
+    causal = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, architecture="cohere"))
+
+    with pytest.raises(BadCheckpoint, match=r"cohere has 2 norms .* 4 are wanted .* Turn noise off"):
+        noisy_norms(causal.get_decoder(), causal.config)
 
 
 def test_an_architecture_with_other_norms_is_refused(tiny_folder):

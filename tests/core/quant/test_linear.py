@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qerl_core.kernels.nvfp4_matmul import TiledWeight, tile
 from qerl_core.quant import linear as module_under_test
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears, replace_linears, scale_groups
 from qerl_core.quant.nvfp4 import NVFP4Weight, quantize
@@ -335,3 +336,47 @@ def test_layers_that_engines_fuse_are_one_group():
     assert scale_groups(names) == [
         ("0.q_proj", "0.k_proj", "0.v_proj"), ("0.o_proj",), ("0.up_proj", "0.gate_proj"), ("1.q_proj",), ("1.fc",),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_adopts_tiles_computes_the_same_and_keeps_no_copy(dtype):
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(96, 64))
+    own, shared = (NVFP4Linear.from_weight(weight, torch.randn(96), dtype) for _ in range(2))
+    shared.bias = own.bias
+    tiled = tile(weight.packed_NJ, weight.block_scale_NS, weight.tensor_scale)
+    x = torch.randn(5, 64, dtype=dtype)
+
+    shared.adopt(tiled)
+
+    assert not shared.weight_packed.numel()
+    assert torch.equal(shared.packed.packed_NJ, weight.packed_NJ)
+    assert torch.equal(shared.weight + 0, own.weight + 0)
+    for layer in (own, shared):
+        layer.input = x.clone().requires_grad_(True)
+        layer.output = layer(layer.input)
+        layer.output.float().square().sum().backward()
+    assert torch.equal(own.output, shared.output)
+    assert torch.equal(own.input.grad, shared.input.grad)
+
+
+def test_a_layer_adopts_a_part_of_a_fused_matrix():
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(192, 32))
+    tiled = tile(weight.packed_NJ, weight.block_scale_NS, weight.tensor_scale)
+    rows = slice(64, 192)
+    part = NVFP4Weight(weight.packed_NJ[rows], weight.block_scale_NS[rows], weight.tensor_scale)
+    layer = NVFP4Linear.from_weight(part, compute_dtype=torch.float32)
+    wanted = layer(torch.eye(32))
+
+    layer.adopt(TiledWeight(tiled.tiles_TUB[1:3], weight.tensor_scale, 128, 32))
+
+    assert torch.equal(layer(torch.eye(32)), wanted)
+
+
+def test_tiles_of_another_shape_are_not_adopted():
+    weight = quantize(torch.randn(64, 32))
+    layer = NVFP4Linear.from_weight(weight)
+
+    with pytest.raises(ValueError, match="tiles of 64 x 16 do not fit"):
+        layer.adopt(TiledWeight(torch.zeros(1, 1, 2304, dtype=torch.uint8), weight.tensor_scale, 64, 16))

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -126,9 +128,9 @@ def test_a_policy_that_is_not_finite_is_an_error(make_policy):
 
 def test_top_p_draws_from_the_smallest_sufficient_set_and_says_its_probability():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(4000, 4)
-    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    token, logprob = sample(logits, Sampling(1, 1, top_p=0.7), generator)
+    token, logprob = sample(logits, Sampling(1, 1, top_p=0.7), draws)
 
     assert set(token.tolist()) == {0, 1}
     torch.testing.assert_close(logprob.exp(), torch.where(token == 0, 0.625, 0.375))
@@ -136,7 +138,36 @@ def test_top_p_draws_from_the_smallest_sufficient_set_and_says_its_probability()
 
 
 def test_a_tiny_top_p_still_leaves_the_likeliest_token():
-    token, logprob = sample(torch.tensor([[0.0, 1.0, 0.5]]), Sampling(1, 1, top_p=1e-6), torch.Generator())
+    token, logprob = sample(torch.tensor([[0.0, 1.0, 0.5]]), Sampling(1, 1, top_p=1e-6), torch.tensor([0.999]).double())
 
     assert token.tolist() == [1]
     assert logprob.tolist() == [0.0]
+
+
+def test_a_draw_says_where_in_the_distribution_and_never_names_what_is_impossible():
+    logits = torch.tensor([[-torch.inf, math.log(0.25), -torch.inf, math.log(0.75), -torch.inf]]).expand(5, 5)
+    draws = torch.tensor([0.0, 0.2499, 0.2501, 0.75, 1 - 2.0**-53], dtype=torch.float64)
+
+    token, _ = sample(logits, Sampling(1, 1), draws)
+
+    assert token.tolist() == [1, 1, 3, 3, 3]
+
+
+def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(make_policy):
+    policy = make_policy()
+    prompts = prompts_of(policy, "1", "22", "333", "4444", "55555")
+    whole = HfEngine(policy.model).rollout(prompts, DRAWN, sigma=0.01, seed=4)
+
+    cut = HfEngine(policy.model, max_sequences=8).rollout(prompts, DRAWN, sigma=0.01, seed=4)
+    end = HfEngine(policy.model).rollout(prompts[3:], DRAWN, sigma=0.01, seed=4, first=3)
+
+    assert tokens_of(cut) == tokens_of(whole)
+    assert tokens_of(end) == tokens_of(whole[3:])
+
+
+def test_completions_of_a_prompt_and_of_its_double_differ(make_policy):
+    policy = make_policy()
+
+    groups = HfEngine(policy.model).rollout(prompts_of(policy, "1+1=", "1+1="), DRAWN, sigma=0.0, seed=4)
+
+    assert len(set(tokens_of(groups))) == 8
