@@ -1,6 +1,7 @@
 """Train from a TOML file, without any service: `python -m qerl_core run.toml`.
 
 The run's folder holds metrics.jsonl, config.json and checkpoints/; the same command goes on after an interruption.
+`torchrun --nproc-per-node N -m qerl_core run.toml` shares each step among N GPUs, or N processes on a CPU.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from qerl_core import distributed
 from qerl_core.config import TrainConfig
 from qerl_core.errors import QerlError
 from qerl_core.loop import train
@@ -39,8 +41,10 @@ def main() -> int:
     folder: Path = args.folder or args.run.with_suffix("")
     try:
         config = TrainConfig.from_toml(args.run)
+        distributed.start()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(config.model_dump_json(indent=2))
+        if distributed.rank() == 0:
+            (folder / "config.json").write_text(config.model_dump_json(indent=2))
     except (OSError, ValueError) as error:  # not there, not TOML, not a config
         problem = "; ".join(_problems(error)) if isinstance(error, ValidationError) else str(error)
         sys.stderr.write(f"error: {problem}\n")
@@ -50,6 +54,8 @@ def main() -> int:
     except QerlError as error:
         sys.stderr.write(f"error ({error.code}): {error}\n")
         return 1
+    finally:
+        distributed.stop()
     sys.stdout.write(f"done: {folder / 'checkpoints'}\n")
     return 0
 

@@ -6,7 +6,7 @@ works: QeRL's (arXiv:2510.11696) with corrections for what its sampler did.
 
 import tomllib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,6 +16,9 @@ TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
+
+
+RoundingMethod = Literal["rtn", "four_over_six", "sweep", "gptq"]
 
 
 class Config(BaseModel):
@@ -39,8 +42,12 @@ class ModelConfig(Config):
     """Where others find the same base."""
     quantization: Literal["nvfp4", "none"] = "nvfp4"
     """How the frozen weights are held: 4-bit NVFP4, or as they are."""
-    quantization_method: Literal["rtn", "four_over_six", "sweep"] = "rtn"
-    """How weights are rounded to NVFP4 (`quant/nvfp4.py`); of no account for a base that is NVFP4 already."""
+    quantization_method: RoundingMethod | Literal["auto"] = "auto"
+    """How weights are rounded to NVFP4 (`quant/nvfp4.py`); of no account for a base that is NVFP4 already.
+
+    `gptq`, the best measured, rounds for the inputs that the run's own prompts and the base's answers to them bring
+    each layer. `auto` is `gptq` on a GPU, and `rtn` on a CPU, where calibration takes minutes.
+    """
 
 
 class DataConfig(Config):
@@ -68,37 +75,72 @@ class LoraConfig(Config):
 class NoiseConfig(Config):
     """Adaptive quantization noise on RMSNorm weights while sampling (QeRL, arXiv:2510.11696)."""
 
+    schedule: Literal["exponential", "linear", "cosine", "adaptive"] = "exponential"
+    """How sigma goes from sigma_start to sigma_end: geometrically (the paper's), linearly or by half a cosine over the
+    stages. `adaptive` starts from sigma_end and, from step to step, holds what `hold` names at `set_point`."""
     sigma_start: float = Field(1e-2, gt=0, le=1)
-    """Standard deviation in the first noisy stage."""
+    """Standard deviation in the first noisy stage; the largest that `adaptive` takes."""
     sigma_end: float = Field(5e-4, gt=0, le=1)
-    """The same in the last stage; the stages between fall geometrically."""
+    """The same in the last stage; the smallest that `adaptive` takes."""
     num_stages: int = Field(10, ge=3)
     """Equal parts of the run. Stage 0 is free of noise."""
+    hold: Literal["kl", "entropy"] = "kl"
+    """What `adaptive` controls: KL(rollout || policy), which noise raises, or the policy's entropy, which falls
+    without exploration."""
+    set_point: float | None = Field(None, gt=0)
+    """In nats a token; `adaptive` wants it, the others have no use for it."""
 
     @model_validator(mode="after")
-    def _sigma_falls(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.sigma_end > self.sigma_start:
             raise ValueError(f"sigma_end {self.sigma_end} is above sigma_start {self.sigma_start}")
+        if (self.schedule == "adaptive") != (self.set_point is not None):
+            wanted = "wants a set_point" if self.set_point is None else "has no use for set_point"
+            raise ValueError(f"schedule {self.schedule} {wanted}")
         return self
 
 
 class LossConfig(Config):
     """The clipped surrogate and what corrects it for the sampler (algo/loss.py)."""
 
-    type: Literal["grpo", "dapo"] = "dapo"
-    """`grpo`: mean over each completion's tokens, then over completions. `dapo`: mean over all tokens."""
+    type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "dapo"
+    """`grpo`: mean over each completion's tokens, then over completions. `dapo`: mean over all tokens. `dr_grpo`: sum
+    over tokens by max_completion_tokens, so long wrong answers are not favoured; wants scale_by_std false. `gspo`: one
+    ratio a completion, the geometric mean of its tokens'. `cispo`: every token keeps its gradient, weighted by the
+    clipped ratio."""
     clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
+    """The ratio is clipped below at 1 - clip_low. `gspo`: 3e-4 unless it is given."""
     clip_high: float = Field(0.28, gt=0)
-    """The ratio is clipped above at 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high. `gspo`: 4e-4 unless it is given."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL(policy || base), k3 estimator; 0 (QeRL) needs no reference forward."""
-    correction: Literal["none", "token_tis"] = "token_tis"
-    """`token_tis`: weight each token by min(policy / rollout probability, tis_cap) (Ionides 2008)."""
+    correction: Literal["none", "token_tis", "sequence_mask", "icepop", "bypass"] = "token_tis"
+    """With k = policy / rollout probability: `token_tis` weights each token by min(k, tis_cap) (Ionides 2008).
+    `sequence_mask` weights a completion by the product of its k, and drops it where that is above sequence_cap.
+    `icepop` weights each token by k, and drops it outside [0.5, 5]. `bypass` takes the clipped ratio against the
+    rollout's probability itself."""
     tis_cap: float = Field(2.0, ge=1)
     """The cap C of `token_tis`."""
+    sequence_cap: float = Field(3.0, ge=1)
+    """The cap C of `sequence_mask`."""
     mask_truncated: bool = False
     """Leave completions that were cut at max_completion_tokens out of the loss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_of_a_sequence(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and raw.get("type") == "gspo":
+            return {"clip_low": 3e-4, "clip_high": 4e-4} | raw
+        return raw
+
+
+class OverlongConfig(Config):
+    """DAPO's soft penalty for long completions (arXiv:2503.14476): subtracted from the reward before advantages."""
+
+    buffer_tokens: int = Field(..., ge=1)
+    """The last so many tokens before max_completion_tokens; over them the penalty grows from 0 to `penalty`."""
+    penalty: float = Field(1.0, gt=0)
+    """Of a completion that was cut."""
 
 
 class OptimizerConfig(Config):
@@ -128,6 +170,14 @@ class RolloutConfig(Config):
     max_completion_tokens: int = Field(512, ge=1)
     temperature: float = Field(1.0, gt=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
+    max_rounds: int = Field(1, ge=1, le=20)
+    """Dynamic sampling (DAPO): prompts whose completions all got one reward are replaced by new ones, in so many
+    rounds a step at most. 1: never."""
+    engine: Literal["auto", "hf", "vllm"] = "auto"
+    """What samples. `vllm` is fast, and wants a Hopper GPU, an NVFP4 base and LoRA of rank 64 at most; `hf` runs
+    anywhere, slowly. `auto` takes vllm where it can, and an event says which it took and why."""
+    memory_fraction: float = Field(0.5, gt=0, lt=1)
+    """The part of the GPU's memory that vllm may fill: the base's weights, KV cache and its own activations."""
 
 
 class EvaluationConfig(Config):
@@ -152,6 +202,8 @@ class TrainConfig(Config):
     noise: NoiseConfig | None = NoiseConfig()
     """None: no noise."""
     loss: LossConfig = LossConfig()
+    overlong: OverlongConfig | None = None
+    """None: no penalty."""
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     scale_by_std: bool = True
@@ -179,6 +231,13 @@ class TrainConfig(Config):
             )
         if self.noise and self.noise.num_stages > self.num_steps:
             raise ValueError(f"noise.num_stages {self.noise.num_stages} is above num_steps {self.num_steps}")
+        if self.loss.type == "dr_grpo" and self.scale_by_std:
+            raise ValueError("loss.type dr_grpo leaves advantages unscaled: set scale_by_std to false")
+        if self.overlong and self.overlong.buffer_tokens >= self.rollout.max_completion_tokens:
+            raise ValueError(
+                f"overlong.buffer_tokens {self.overlong.buffer_tokens} is not below rollout.max_completion_tokens "
+                f"{self.rollout.max_completion_tokens}"
+            )
         if self.evaluation.every is not None and self.data.valid_path is None:
             raise ValueError("evaluation.every is set, but there is no data.valid_path to evaluate on")
         if self.optimizer.warmup_steps > self.num_steps:

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from qerl_core.algo.advantage import group_advantages
-from qerl_core.algo.noise import sigma_at
+from qerl_core import distributed
+from qerl_core.algo.noise import next_sigma, sigma_at
+from qerl_core.batch import sample_batch, timed
+from qerl_core.calibration import calibration_text
 from qerl_core.config import TrainConfig
 from qerl_core.data.chat import render_prompts
 from qerl_core.data.prompts import PromptStream
@@ -17,12 +17,12 @@ from qerl_core.data.rows import read_rows
 from qerl_core.errors import NoLearningSignal
 from qerl_core.evaluation import evaluate, held_out_prompts
 from qerl_core.graders.runner import GraderPool
-from qerl_core.observer import Metrics, Observer
+from qerl_core.observer import Metrics, NullObserver, Observer
 from qerl_core.policy.resume import Position
 from qerl_core.policy.update import Policy
-from qerl_core.rollout.engine import Sampling
-from qerl_core.rollout.hf_engine import HfEngine
-from qerl_core.scoring import Scorer, summarize
+from qerl_core.rollout.choice import open_engine
+from qerl_core.scoring import Scorer
+from qerl_core.sharding import ShardedEngine, ShardedPool
 
 logger = logging.getLogger(__name__)
 
@@ -30,33 +30,34 @@ logger = logging.getLogger(__name__)
 def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path) -> bool:
     """Run a job in `folder`, or go on from its last whole checkpoint. False: the observer stopped it early.
 
-    Converted and quantized base models are kept in `cache`. A QerlError says why a run cannot go on.
+    Converted and quantized base models are kept in `cache`. A QerlError says why a run cannot go on. Under `torchrun`
+    all processes take each step together, and the first speaks for all (`distributed.py`).
     """
+    speaks = distributed.rank() == 0
+    observer = observer if speaks else NullObserver()
     folder.mkdir(parents=True, exist_ok=True)
     observer.on_phase("preparing")
-    policy = Policy.open(config, cache)
-    engine = HfEngine(policy.model)
+    text = calibration_text(config, cache)
+    if text is not None:
+        observer.on_phase("quantizing")
+        observer.on_note(f"The base is rounded to NVFP4 by gptq, for {len(text)} texts like this run's own.")
+    policy = Policy.open(config, cache, calibration=text)
+    engine = ShardedEngine(open_engine(config, policy.model, observer))
     rows = render_prompts(
         read_rows(config.data.train_path), policy.model.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens
     )
     held_out = held_out_prompts(config, policy.model.tokenizer)
     checkpoint = policy.resume(folder)
     prompts = PromptStream(rows, shuffle=config.data.shuffle, seed=config.seed, position=policy.position.prompts_taken)
-    sampling = Sampling(
-        num_completions=config.rollout.group_size,
-        max_tokens=config.rollout.max_completion_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-    )
     observer.on_start(policy.position.step if checkpoint else -1)
     if checkpoint:  # the run may have died before anyone heard of it
         observer.on_checkpoint(policy.position.step, checkpoint)
 
     with GraderPool(config.grader) as pool:
-        scorer = Scorer(pool)
+        scorer = Scorer(ShardedPool(pool))
         if held_out and not checkpoint:
             observer.on_phase("evaluating")
-            if observer.on_step(0, evaluate(engine, scorer, held_out, config)):
+            if distributed.agreed(observer.on_step(0, evaluate(engine, scorer, held_out, config))):
                 return False
         observer.on_phase("training")
         while policy.position.step < config.num_steps:
@@ -64,25 +65,19 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
             times: Metrics = {}
             seed = step_seed(config.seed, step)
             torch.manual_seed(seed)
-            sigma = sigma_at(step, config.num_steps, config.noise)
-            with timed(times, "time/rollout_s"):
-                groups = engine.rollout(prompts.take(config.rollout.num_prompts), sampling, sigma=sigma, seed=seed)
-            with timed(times, "time/grade_s"):
-                rewards_PG = scorer.score(groups)
-            advantages_PG = group_advantages(
-                rewards_PG, group_size=config.rollout.group_size, scale_by_std=config.scale_by_std
-            )
+            sigma = sigma_at(step, config.num_steps, config.noise, controlled=policy.position.sigma)
+            batch = sample_batch(engine, scorer, prompts, config, sigma=sigma, seed=seed)
             with timed(times, "time/update_s"):
-                learned = policy.update(groups, advantages_PG)
-            policy.position = advance(policy.position, prompts.position, learned["tokens/trained"] > 0, config)
-            metrics = learned | summarize(groups, rewards_PG) | times | {"noise/sigma": sigma}
+                learned = policy.update(batch.groups, batch.advantages_PG)
+            metrics = learned | batch.metrics | times | {"noise/sigma": sigma}
+            policy.position = advance(policy.position, prompts.position, metrics, config)
             if held_out and evaluation_is_due(policy.position.step, config):
                 observer.on_phase("evaluating")
                 metrics |= evaluate(engine, scorer, held_out, config)
                 observer.on_phase("training")
             metrics["time/step_s"] = time.monotonic() - started
-            stop = observer.on_step(policy.position.step, metrics)
-            if stop or checkpoint_is_due(policy.position.step, config):
+            stop = distributed.agreed(observer.on_step(policy.position.step, metrics))
+            if speaks and (stop or checkpoint_is_due(policy.position.step, config)):
                 observer.on_checkpoint(policy.position.step, policy.save(folder))
             if stop:
                 return policy.position.step == config.num_steps
@@ -105,20 +100,14 @@ def checkpoint_is_due(step: int, config: TrainConfig) -> bool:
     return step == config.num_steps or step % config.checkpoint_every == 0
 
 
-def advance(position: Position, prompts_taken: int, learned: bool, config: TrainConfig) -> Position:
+def advance(position: Position, prompts_taken: int, metrics: Metrics, config: TrainConfig) -> Position:
     """The position after a step. NoLearningSignal if the run has only had steps without signal, and too many."""
+    learned = metrics["tokens/trained"] > 0
     idle = 0 if learned else position.idle_steps + 1
     if position.updates == 0 and config.max_idle_steps is not None and idle >= config.max_idle_steps:
         raise NoLearningSignal(
             f"in the first {idle} steps every completion of each prompt got the same reward, so there is nothing to "
             "learn from; use easier or harder rows, a finer grader, a larger group_size, or raise max_idle_steps"
         )
-    return Position(position.step + 1, prompts_taken, position.updates + (1 if learned else 0), idle)
-
-
-@contextmanager
-def timed(times: Metrics, name: str) -> Iterator[None]:
-    """Note how many seconds the inside took."""
-    started = time.monotonic()
-    yield
-    times[name] = time.monotonic() - started
+    sigma = next_sigma(metrics["noise/sigma"], metrics, config.noise)
+    return Position(position.step + 1, prompts_taken, position.updates + (1 if learned else 0), idle, sigma)

@@ -3,9 +3,10 @@
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Protocol
 
 from qerl_core.errors import GraderFailed
-from qerl_core.graders.runner import GradeRequest, GraderPool
+from qerl_core.graders.runner import GradeRequest
 from qerl_core.observer import Metrics
 from qerl_core.types import Grade, Group
 
@@ -13,10 +14,18 @@ WINDOW = 500
 MAX_ERROR_FRAC = 0.1
 
 
+class Grading(Protocol):
+    """Whoever turns completions into grades: a `GraderPool`, or several of them together."""
+
+    def grade(self, requests: Sequence[GradeRequest]) -> list[Grade]:
+        """A grade for each request, in order."""
+        ...
+
+
 class Scorer:
     """Grades groups and gives up when more than a tenth of the last grades were errors."""
 
-    def __init__(self, pool: GraderPool) -> None:
+    def __init__(self, pool: Grading) -> None:
         self.pool = pool
         self.recent: deque[Grade] = deque(maxlen=WINDOW)
 

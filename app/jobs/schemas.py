@@ -25,7 +25,16 @@ from pydantic_core import PydanticCustomError
 from app.errors import BadRequest
 from app.files.models import File
 from app.models.catalog import CatalogModel
-from qerl_core.config import LoraConfig, ModelConfig, NoiseConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from qerl_core.config import (
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RoundingMethod,
+    TrainConfig,
+)
 from qerl_core.graders.spec import GraderSpec
 
 T = TypeVar("T")
@@ -42,9 +51,14 @@ RL = {
     "kl_coef": "loss.kl_coef",
     "correction": "loss.correction",
     "tis_cap": "loss.tis_cap",
+    "sequence_cap": "loss.sequence_cap",
     "mask_truncated": "loss.mask_truncated",
     "scale_by_std": "scale_by_std",
     "noise": "noise",
+    "overlong": "overlong",
+    "max_rounds": "rollout.max_rounds",
+    "engine": "rollout.engine",
+    "memory_fraction": "rollout.memory_fraction",
     "learning_rate": "optimizer.learning_rate",
     "beta1": "optimizer.beta1",
     "beta2": "optimizer.beta2",
@@ -156,8 +170,9 @@ class Quantization(Block):
 
     format: Literal["nvfp4", "none"]
     """4-bit NVFP4, or as the weights are."""
-    method: Literal["rtn", "four_over_six", "sweep"] | None = None
-    """How weights are rounded to NVFP4; null is round to nearest."""
+    method: RoundingMethod | None = None
+    """How weights are rounded to NVFP4. `gptq`, the best measured, is calibrated on the job's training file; null is
+    `gptq` on a GPU, and `rtn` on a CPU, where calibration takes minutes."""
 
 
 def _config_field(path: str) -> tuple[Any, FieldInfo]:
@@ -360,8 +375,16 @@ def _check_effects(
             raise BadRequest(f"{param} has no effect without a validation_file: give one.", param=param)
     if hyper.eval_interval is not None and hyper.eval_interval > num_steps:
         warnings.append(f"eval_interval {hyper.eval_interval} is above the {num_steps} steps of the job.")
-    if "tis_cap" in rl and rl.get("correction") == "none":
-        raise BadRequest('rl.tis_cap has no effect with rl.correction "none": leave it out.', param="rl.tis_cap")
+    correction = rl.get("correction", LossConfig().correction)
+    for name, needed in (("tis_cap", "token_tis"), ("sequence_cap", "sequence_mask")):
+        if name in rl and correction != needed:
+            raise BadRequest(
+                f'rl.{name} has no effect with rl.correction "{correction}": leave it out.', param=f"rl.{name}"
+            )
+    if "memory_fraction" in rl and rl.get("engine") == "hf":
+        raise BadRequest(
+            'rl.memory_fraction has no effect with rl.engine "hf": leave it out.', param="rl.memory_fraction"
+        )
     if rl.get("warmup_steps", 0) > num_steps:
         raise BadRequest(
             f"rl.warmup_steps {rl['warmup_steps']} is above the {num_steps} steps of the job.", param="rl.warmup_steps"

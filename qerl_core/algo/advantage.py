@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qerl_core.config import OverlongConfig
+
 Rewards = Sequence[Sequence[float | None]]
 
 
@@ -32,6 +34,17 @@ def _one_group(rewards: Sequence[float | None], group_size: int, scale_by_std: b
     centred = values - values.mean()
     row_G[graded] = centred / (values.std() + eps) if scale_by_std else centred
     return row_G
+
+
+def overlong_penalty(num_tokens: int, config: OverlongConfig | None, *, max_tokens: int) -> float:
+    """What a completion of so many tokens loses: 0 up to the buffer, then linearly to the whole penalty at max_tokens.
+
+    DAPO, arXiv:2503.14476, eq. 13.
+    """
+    if config is None:
+        return 0.0
+    beyond = num_tokens - (max_tokens - config.buffer_tokens)
+    return config.penalty * min(max(beyond / config.buffer_tokens, 0.0), 1.0)
 
 
 def has_signal(advantages_PG: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""The clipped surrogate of PPO without a critic; `grpo` and `dapo` differ in how tokens are averaged.
+"""The clipped surrogate of PPO without a critic, in the shapes that differ in their ratio and in how tokens count.
 
     loss = - sum over tokens of  weight * w * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)  +  kl_coef * KL
-    ratio = exp(policy - old),  w = min(exp(old - rollout), C)   (algo/mismatch.py)
+    ratio = exp(policy - old),  w corrects for the sampler   (algo/mismatch.py)
 
-GRPO: arXiv:2402.03300. DAPO (token mean, asymmetric clip): arXiv:2503.14476.
+GRPO: arXiv:2402.03300. DAPO (token mean, asymmetric clip): arXiv:2503.14476. Dr. GRPO (tokens by a constant):
+arXiv:2503.20783. GSPO (ratio = exp(mean over the sequence of policy - old)): arXiv:2507.18071. CISPO (gain =
+clip(ratio) without gradient * A * policy log-prob): arXiv:2506.13585.
 B = sequences, T = completion tokens, padded.
 """
 
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qerl_core.algo.mismatch import importance_weights, kl_k3
+from qerl_core.algo.mismatch import correction_weights, kl_k3
 from qerl_core.config import LossConfig
 
 
@@ -31,15 +33,18 @@ class TokenBatch:
     """How much each token counts (`token_weights`)."""
 
 
-def token_weights(mask_BT: Tensor, *, type: str, num_sequences: int) -> Tensor:
+def token_weights(mask_BT: Tensor, *, type: str, num_sequences: int, max_tokens: int) -> Tensor:
     """Each token's share of the mean, float32 [B, T]; zero outside the mask.
 
-    `grpo`: 1 / (num_sequences * tokens of its sequence), where num_sequences may count sequences that were left
-    out because their advantage is zero. `dapo`: 1 / (all tokens of the mask).
+    `grpo`, `gspo`: 1 / (num_sequences * tokens of its sequence), where num_sequences may count sequences that were
+    left out because their advantage is zero. `dr_grpo`: 1 / (num_sequences * max_tokens). `dapo`, `cispo`: 1 / (all
+    tokens of the mask).
     """
     mask = mask_BT.float()
-    if type == "dapo":
+    if type in ("dapo", "cispo"):
         return mask / mask.sum().clamp(min=1)
+    if type == "dr_grpo":
+        return mask / (num_sequences * max_tokens)
     return mask / (num_sequences * mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
@@ -48,20 +53,28 @@ def surrogate_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch (a scalar, with gradient) and weighted sums for its metrics.
 
-    Losses of the parts of a batch add up to the loss of the whole. `ref_logprobs_BT` is wanted if kl_coef > 0.
+    Losses of the parts of a batch, of whole sequences each, add up to the loss of the whole. `ref_logprobs_BT` is
+    wanted if kl_coef > 0.
     """
     mask_BT = batch.mask_BT
-    policy_BT = policy_logprobs_BT.masked_fill(~mask_BT, 0.0)
-    old_BT = batch.old_logprobs_BT.masked_fill(~mask_BT, 0.0)
+    policy_BT, old_BT, rollout_BT = (
+        logprobs.masked_fill(~mask_BT, 0.0)
+        for logprobs in (policy_logprobs_BT, batch.old_logprobs_BT, batch.rollout_logprobs_BT)
+    )
     advantages_B1 = batch.advantages_B[:, None]
 
-    ratio_BT = (policy_BT - old_BT).exp()
+    log_ratio_BT = policy_BT - (rollout_BT if config.correction == "bypass" else old_BT)
+    if config.type == "gspo":
+        num_tokens_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / num_tokens_B1).expand_as(mask_BT)
+    ratio_BT = log_ratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain_BT = torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
-    if config.correction == "token_tis":
-        rollout_BT = batch.rollout_logprobs_BT.masked_fill(~mask_BT, 0.0)
-        gain_BT = gain_BT * importance_weights(old_BT, rollout_BT, cap=config.tis_cap)
-    loss = -(batch.weights_BT * gain_BT).sum()
+    if config.type == "cispo":
+        gain_BT = clipped_BT.detach() * advantages_B1 * policy_BT
+    else:
+        gain_BT = torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
+    corrected_BT = batch.weights_BT * correction_weights(old_BT, rollout_BT, mask_BT, config)
+    loss = -(corrected_BT * gain_BT).sum()
 
     is_clipped_BT = (clipped_BT - ratio_BT) * advantages_B1.sign() < 0
     sums = {"ratio/clip_frac": (batch.weights_BT * is_clipped_BT).sum().detach()}

@@ -45,6 +45,8 @@ class Position:
     """Optimizer steps done."""
     idle_steps: int = 0
     """Steps since the run's start or its last update that had nothing to learn from."""
+    sigma: float | None = None
+    """What the adaptive noise controller has come to; None: there is none, or it has not begun."""
 
 
 def save(model: PolicyModel, optimizer: torch.optim.Optimizer, position: Position, folder: Path) -> Path:

@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from qerl_core import distributed
 from qerl_core.algo.advantage import has_signal
 from qerl_core.algo.loss import TokenBatch, surrogate_loss, token_weights
 from qerl_core.algo.mismatch import diagnostics
@@ -24,6 +26,7 @@ from qerl_core.policy import resume
 from qerl_core.policy.model import PolicyModel, open_model
 from qerl_core.policy.pack import Row, collate, length_mask, make_rows, micro_batches, scatter_logprobs
 from qerl_core.policy.resume import Position
+from qerl_core.quant.calibration import Text
 from qerl_core.types import Group
 
 MAX_ROW_TOKENS = 2048
@@ -45,9 +48,9 @@ class Policy:
         )
 
     @classmethod
-    def open(cls, config: TrainConfig, cache: Path) -> "Policy":
+    def open(cls, config: TrainConfig, cache: Path, *, calibration: Text | None = None) -> "Policy":
         """The base with a fresh adapter."""
-        return cls(config, open_model(config, cache))
+        return cls(config, open_model(config, cache, calibration=calibration))
 
     def resume(self, folder: Path) -> Path | None:
         """Go on from the folder's last whole checkpoint; returns it, or None if there is none."""
@@ -111,7 +114,12 @@ class Policy:
             return {}, 0
         rollout_BT = scatter_logprobs([completion.rollout_logprobs for completion in completions], device)
         num_sequences = num_groups * config.rollout.group_size
-        weights_BT = token_weights(loss_mask_BT, type=config.loss.type, num_sequences=num_sequences)
+        weights_BT = token_weights(
+            loss_mask_BT,
+            type=config.loss.type,
+            num_sequences=num_sequences,
+            max_tokens=config.rollout.max_completion_tokens,
+        )
         ref_BT = self.logprobs(groups, adapter=False) if config.loss.kl_coef > 0 else None
 
         self.optimizer.zero_grad(set_to_none=True)
@@ -119,7 +127,7 @@ class Policy:
         seen_BT = torch.zeros(mask_BT.shape, device=device)
         entropy_BT = torch.zeros(mask_BT.shape, device=device)
         sums: dict[str, float] = defaultdict(float)
-        for rows in self._micro_batches(groups):
+        for rows in self._my_micro_batches(groups):
             policy_BT, entropies_BT = self._forward(rows, mask_BT.shape)
             here = sorted({sequence for row in rows for sequence in row.sequences})
             seen_BT[here] = policy_BT[here].detach()
@@ -136,8 +144,13 @@ class Policy:
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in (found | {"loss": loss.detach()}).items():
                 sums[name] += float(value)
-
         parameters = list(self.model.trainable().values())
+        for parameter in parameters:
+            if parameter.grad is None:  # this process had nothing to do
+                parameter.grad = torch.zeros_like(parameter)
+        distributed.add_up([cast(Tensor, parameter.grad) for parameter in parameters] + [seen_BT, entropy_BT])
+        sums = distributed.added(sums)
+
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm))
         if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -147,7 +160,7 @@ class Policy:
             )
         self.optimizer.step()
         old_seen_BT = seen_BT if old_BT is None else old_BT
-        gap = diagnostics(old_seen_BT, rollout_BT, loss_mask_BT, cap=config.loss.tis_cap)
+        gap = diagnostics(old_seen_BT, rollout_BT, loss_mask_BT, config.loss)
         entropy = float((entropy_BT * loss_mask_BT).sum() / num_tokens)
         return {**sums, **gap, "grad_norm": norm, "policy/entropy": entropy}, num_tokens
 
@@ -158,13 +171,15 @@ class Policy:
         out_BT = torch.zeros(len(lengths), max(lengths, default=0), device=self.model.device)
         self.model.causal.eval()
         with nullcontext() if adapter else self.model.peft.disable_adapter():
-            for rows in self._micro_batches(groups):
+            for rows in self._my_micro_batches(groups):
                 out_BT += self._forward(rows, out_BT.shape)[0]
+        distributed.add_up([out_BT])
         return out_BT
 
-    def _micro_batches(self, groups: Sequence[Group]) -> list[list[Row]]:
+    def _my_micro_batches(self, groups: Sequence[Group]) -> list[list[Row]]:
+        """Those of this process: a part of the rows, each of which is a sequence or more."""
         rows = make_rows(groups, max_row_tokens=MAX_ROW_TOKENS)
-        return list(micro_batches(rows, max_tokens=self.config.micro_batch_tokens))
+        return list(micro_batches(rows[distributed.part(len(rows))], max_tokens=self.config.micro_batch_tokens))
 
     def _forward(self, rows: Sequence[Row], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Log-probs, with gradient, and entropies of completion tokens in their places of [B, T], zero elsewhere."""

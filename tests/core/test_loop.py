@@ -60,12 +60,23 @@ def test_a_run_reports_each_step_and_its_checkpoints(with_validation, cache, tmp
     assert all(isinstance(value, float | int) for metrics in seen.steps.values() for value in metrics.values())
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(with_validation, cache, tmp_path):
-    whole, first, second = Recorder(), Recorder(stop_after=3), Recorder()
-    train(with_validation(), tmp_path / "whole", whole, cache=cache)
+CONTROLLED = {
+    "noise": {"schedule": "adaptive", "set_point": 1e-4, "sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 6},
+    "rollout": {
+        "num_prompts": 2, "group_size": 4, "max_completion_tokens": 8, "max_prompt_tokens": 64, "max_rounds": 2,
+    },
+    "loss": {"type": "gspo", "correction": "sequence_mask"},
+    "overlong": {"buffer_tokens": 4, "penalty": 0.1},
+}  # fmt: skip
 
-    assert not train(with_validation(), tmp_path / "cut", first, cache=cache)
-    assert train(with_validation(), tmp_path / "cut", second, cache=cache)
+
+@pytest.mark.parametrize("changes", [{}, CONTROLLED], ids=["plain", "controlled"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(with_validation, cache, tmp_path, changes):
+    whole, first, second = Recorder(), Recorder(stop_after=3), Recorder()
+    train(with_validation(**changes), tmp_path / "whole", whole, cache=cache)
+
+    assert not train(with_validation(**changes), tmp_path / "cut", first, cache=cache)
+    assert train(with_validation(**changes), tmp_path / "cut", second, cache=cache)
 
     assert second.starts == [3]
     assert second.checkpoints[0] == (3, True)
@@ -73,6 +84,15 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(with_validation, c
     together = first.steps | second.steps
     for step, metrics in whole.steps.items():
         assert without_times(together[step]) == without_times(metrics)
+
+
+def test_the_controller_raises_noise_that_is_too_quiet(make_config, cache, tmp_path):
+    seen = Recorder()
+
+    train(make_config(**CONTROLLED | {"noise": CONTROLLED["noise"] | {"set_point": 1e9}}), tmp_path, seen, cache=cache)
+
+    sigmas = [seen.steps[step]["noise/sigma"] for step in range(1, 7)]
+    assert sigmas == pytest.approx([0.0, 0.01, 0.011, 0.0121, 0.01331, 0.014641])  # far too quiet: up by a tenth
 
 
 def test_a_finished_run_has_nothing_left_to_do(make_config, cache, tmp_path):

@@ -61,7 +61,18 @@ KNOBS = {
     "tis_cap": 3.0,
     "mask_truncated": True,
     "scale_by_std": False,
-    "noise": {"sigma_start": 0.02, "sigma_end": 0.001, "num_stages": 5},
+    "noise": {
+        "schedule": "adaptive",
+        "sigma_start": 0.02,
+        "sigma_end": 0.001,
+        "num_stages": 5,
+        "hold": "entropy",
+        "set_point": 0.4,
+    },
+    "overlong": {"buffer_tokens": 10, "penalty": 0.5},
+    "max_rounds": 3,
+    "engine": "vllm",
+    "memory_fraction": 0.4,
     "learning_rate": 3e-4,
     "beta1": 0.8,
     "beta2": 0.95,
@@ -90,7 +101,9 @@ def test_every_knob_reaches_the_config_and_none_is_out_of_reach():
         seed=3,
     ).config.model_dump(mode="json")
 
-    assert KNOBS.keys() == RL.keys()
+    masked = planned(rl={"correction": "sequence_mask", "sequence_cap": 4.0}).config
+    assert masked.loss.sequence_cap == 4.0
+    assert KNOBS.keys() | {"sequence_cap"} == RL.keys()
     for name, value in KNOBS.items():
         section, _, field = RL[name].rpartition(".")
         assert (config[section] if section else config)[field] == value, name
@@ -102,12 +115,13 @@ def test_every_knob_reaches_the_config_and_none_is_out_of_reach():
     assert leaves(TrainConfig) == ELSEWHERE | set(RL.values())
 
 
-def test_a_rounding_method_reaches_the_config_and_is_refused_where_it_has_no_effect():
-    chosen = planned(quantization={"format": "nvfp4", "method": "sweep"}).config.model
+@pytest.mark.parametrize("method", ["sweep", "gptq"])
+def test_a_rounding_method_reaches_the_config_and_is_refused_where_it_has_no_effect(method):
+    chosen = planned(quantization={"format": "nvfp4", "method": method}).config.model
 
-    assert (chosen.quantization, chosen.quantization_method) == ("nvfp4", "sweep")
+    assert (chosen.quantization, chosen.quantization_method) == ("nvfp4", method)
     with pytest.raises(BadRequest, match=r"quantization\.method has no effect"):
-        planned(quantization={"format": "none", "method": "sweep"})
+        planned(quantization={"format": "none", "method": method})
 
 
 ELSEWHERE = {
@@ -215,6 +229,10 @@ def test_a_validation_file_that_is_the_training_file_is_warned_of():
         ({"hyper": {"eval_samples": 5}}, f"{HYPER}.eval_samples", "no effect without a validation_file"),
         ({"rl": {"eval_rows": 5}}, "rl.eval_rows", "no effect without a validation_file"),
         ({"rl": {"tis_cap": 5.0, "correction": "none"}}, "rl.tis_cap", "no effect"),
+        ({"rl": {"sequence_cap": 5.0}}, "rl.sequence_cap", "no effect"),
+        ({"rl": {"engine": "hf", "memory_fraction": 0.3}}, "rl.memory_fraction", "no effect"),
+        ({"rl": {"loss": "dr_grpo"}}, None, "scale_by_std"),
+        ({"rl": {"overlong": {"buffer_tokens": 512}}}, None, "max_completion_tokens"),
         ({"rl": {"warmup_steps": 101}}, "rl.warmup_steps", "101 is above the 100 steps"),
         ({"rl": {"noise": {"num_stages": 101}}}, "rl.noise.num_stages", "101 is above the 100 steps"),
         ({"hyper": {"n_epochs": 50}, "rows": 1000}, "rl.max_steps", "6250 steps, above the 2000 of tiny"),

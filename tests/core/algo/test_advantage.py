@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_core.algo.advantage import group_advantages, has_signal
+from qerl_core.algo.advantage import group_advantages, has_signal, overlong_penalty
+from qerl_core.config import OverlongConfig
 
 CASES = json.loads((Path(__file__).parents[2] / "cases" / "training.json").read_text())
 ADVANTAGES = [case for case in CASES if case["about"] == "advantages"]
@@ -47,3 +48,13 @@ def test_only_groups_with_spread_have_signal():
     advantages = group_advantages([[1, 1], [0, 1], [0, 0]], group_size=2, scale_by_std=True)
 
     assert has_signal(advantages).tolist() == [False, True, False]
+
+
+def test_the_overlong_penalty_grows_over_the_buffer():
+    """DAPO, eq. 13, with L_max 100 and a buffer of 20."""
+    config = OverlongConfig(buffer_tokens=20, penalty=0.5)
+
+    found = [overlong_penalty(n, config, max_tokens=100) for n in (10, 80, 85, 90, 100)]
+
+    assert found == pytest.approx([0.0, 0.0, 0.125, 0.25, 0.5])
+    assert overlong_penalty(100, None, max_tokens=100) == 0.0

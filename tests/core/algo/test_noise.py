@@ -1,6 +1,6 @@
 import pytest
 
-from qerl_core.algo.noise import sigma_at
+from qerl_core.algo.noise import next_sigma, sigma_at
 from qerl_core.config import NoiseConfig
 
 
@@ -40,3 +40,59 @@ def test_no_config_is_no_noise():
 def test_a_step_outside_the_run_is_refused(step):
     with pytest.raises(ValueError, match="not one of the run's 10"):
         sigma_at(step, 10, NoiseConfig())
+
+
+def test_linear_and_cosine_go_from_start_to_end_over_the_noisy_stages():
+    linear, cosine = (
+        [
+            sigma_at(step, 6, NoiseConfig(schedule=schedule, sigma_start=0.05, sigma_end=0.01, num_stages=6))
+            for step in range(6)
+        ]
+        for schedule in ("linear", "cosine")
+    )
+
+    assert linear == pytest.approx([0.0, 0.05, 0.04, 0.03, 0.02, 0.01])
+    assert cosine == pytest.approx([0.0, 0.05, 0.03 + 0.02 * 0.5**0.5, 0.03, 0.03 - 0.02 * 0.5**0.5, 0.01])
+
+
+ADAPTIVE = NoiseConfig(schedule="adaptive", sigma_start=0.05, sigma_end=0.01, num_stages=5, set_point=0.002)
+
+
+def test_the_controller_begins_after_the_quiet_stage_from_the_smallest():
+    assert sigma_at(0, 10, ADAPTIVE, controlled=0.03) == 0.0
+    assert sigma_at(2, 10, ADAPTIVE) == 0.01
+    assert sigma_at(2, 10, ADAPTIVE, controlled=0.03) == 0.03
+
+
+@pytest.mark.parametrize(
+    ("sigma", "kl", "wanted"),
+    [
+        (0.02, 0.001, 0.022),  # too quiet
+        (0.022, 0.003, 0.02),  # too loud
+        (0.049, 0.001, 0.05),  # no further than the largest
+        (0.0101, 0.003, 0.01),  # nor than the smallest
+    ],
+)
+def test_the_controller_holds_the_kl(sigma, kl, wanted):
+    assert next_sigma(sigma, {"mismatch/kl": kl, "policy/entropy": 9.0}, ADAPTIVE) == pytest.approx(wanted)
+
+
+def test_the_controller_holds_the_entropy():
+    config = ADAPTIVE.model_copy(update={"hold": "entropy", "set_point": 0.5})
+
+    assert next_sigma(0.02, {"policy/entropy": 0.4}, config) == pytest.approx(0.022)
+    assert next_sigma(0.02, {"policy/entropy": 0.6}, config) == pytest.approx(0.02 / 1.1)
+
+
+def test_a_step_that_trained_on_nothing_moves_no_controller():
+    assert next_sigma(0.02, {}, ADAPTIVE) == 0.02
+    assert next_sigma(0.0, {"mismatch/kl": 1.0}, ADAPTIVE) is None
+    assert next_sigma(0.02, {"mismatch/kl": 1.0}, NoiseConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"schedule": "adaptive"}, "wants a set_point"), ({"set_point": 0.1}, "has no use")]
+)
+def test_a_set_point_belongs_to_the_controller(changes, words):
+    with pytest.raises(ValueError, match=words):
+        NoiseConfig(**changes)
