@@ -5,6 +5,7 @@
     ├── BadData              bad_data              rows or prompts that cannot be trained on
     ├── GraderFailed         grader_failed         too many grader errors; a reward was never guessed
     ├── NoLearningSignal     no_learning_signal    every group scores the same, so there is no gradient
+    ├── NotEnoughMemory      not_enough_memory     the GPU is too small for the run; said before anything is loaded
     ├── RolloutFailed        rollout_failed        the engine gave no usable completions
     └── TrainingDiverged     training_diverged     a loss or gradient that is not finite
 
@@ -40,6 +41,12 @@ class NoLearningSignal(QerlError):
     """No group of completions has any spread in its rewards."""
 
     code = "no_learning_signal"
+
+
+class NotEnoughMemory(QerlError):
+    """The GPU is too small for the run."""
+
+    code = "not_enough_memory"
 
 
 class RolloutFailed(QerlError):

@@ -18,9 +18,12 @@ from qerl_core.errors import NoLearningSignal
 from qerl_core.evaluation import evaluate, held_out_prompts
 from qerl_core.graders.runner import GraderPool
 from qerl_core.observer import Metrics, NullObserver, Observer
+from qerl_core.policy.memory import gpu_bytes, require_memory
+from qerl_core.policy.model import default_device
 from qerl_core.policy.resume import Position
+from qerl_core.policy.source import local_folder
 from qerl_core.policy.update import Policy
-from qerl_core.rollout.choice import open_engine
+from qerl_core.rollout.choice import open_engine, takes_vllm
 from qerl_core.scoring import Scorer
 from qerl_core.sharding import ShardedEngine, ShardedPool
 
@@ -37,6 +40,10 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
     observer = observer if speaks else NullObserver()
     folder.mkdir(parents=True, exist_ok=True)
     observer.on_phase("preparing")
+    total_bytes = gpu_bytes(default_device())
+    if total_bytes is not None:
+        has_engine = takes_vllm(config, default_device())
+        require_memory(config, local_folder(config.model, cache), total_bytes=total_bytes, has_engine=has_engine)
     text = calibration_text(config, cache)
     if text is not None:
         observer.on_phase("quantizing")

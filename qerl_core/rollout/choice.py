@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec
 
+import torch
+
 from qerl_core.config import TrainConfig
 from qerl_core.errors import RolloutFailed
 from qerl_core.kernels.nvfp4_matmul import RANKS, is_supported
@@ -16,7 +18,7 @@ def open_engine(config: TrainConfig, model: PolicyModel, observer: Observer) -> 
 
     RolloutFailed if vllm is asked for by name and cannot run.
     """
-    wanted, obstacle = config.rollout.engine, why_not_vllm(config, model)
+    wanted, obstacle = config.rollout.engine, why_not_vllm(config, model.device)
     if wanted == "vllm" and obstacle:
         raise RolloutFailed(f"rollout.engine is vllm, but {obstacle}; set it to auto or hf")
     if wanted == "hf" or obstacle:
@@ -34,9 +36,14 @@ def open_engine(config: TrainConfig, model: PolicyModel, observer: Observer) -> 
     )
 
 
-def why_not_vllm(config: TrainConfig, model: PolicyModel) -> str | None:
+def takes_vllm(config: TrainConfig, device: torch.device) -> bool:
+    """Whether a run's rollouts will be vLLM's."""
+    return config.rollout.engine != "hf" and why_not_vllm(config, device) is None
+
+
+def why_not_vllm(config: TrainConfig, device: torch.device) -> str | None:
     """What keeps vllm from sampling for this run, as the rest of a sentence; None if nothing does."""
-    if not is_supported(model.device):
+    if not is_supported(device):
         return "there is no Hopper GPU with Triton and the CUDA bindings"
     if find_spec("vllm") is None:
         return "vLLM is not installed"

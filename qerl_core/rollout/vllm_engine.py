@@ -54,7 +54,7 @@ class VllmEngine:
         vllm_plugin.register()
         vllm_plugin.use_float32_norms()
         self.model = model
-        self._llm: Any = LLM(
+        arguments: dict[str, Any] = dict(
             model=str(model.folder),
             quantization=vllm_plugin.NAME,
             dtype="bfloat16",
@@ -68,6 +68,13 @@ class VllmEngine:
             generation_config="vllm",
             additional_config={"qerl_rank": rank},
         )
+        try:
+            self._llm: Any = LLM(**arguments)
+        except (ValueError, TypeError, RuntimeError) as error:  # a setting it lacks, a model it cannot run, memory
+            raise RolloutFailed(
+                f"vLLM cannot start ({type(error).__name__}: {error}); see rollout.memory_fraction, or set "
+                "rollout.engine to hf"
+            ) from error
         (self._inside,) = self._llm.apply_model(lambda inside: inside)
         self._share_base()
         norms: dict[str, Any] = dict(noisy_norms(self._inside.model, self._inside.config))

@@ -4,7 +4,7 @@ import torch
 from qerl_core.errors import RolloutFailed
 from qerl_core.observer import NullObserver
 from qerl_core.rollout import choice
-from qerl_core.rollout.choice import open_engine, why_not_vllm
+from qerl_core.rollout.choice import open_engine, takes_vllm, why_not_vllm
 from qerl_core.rollout.hf_engine import HfEngine
 
 
@@ -57,12 +57,17 @@ def test_vllm_by_name_never_becomes_another(make_policy, monkeypatch):
         ({"model": {"id": "m", "source": "m", "quantization": "none"}}, "the base is not NVFP4"),
     ],
 )
-def test_what_keeps_vllm_away(make_policy, make_config, with_vllm, changes, obstacle):
-    assert why_not_vllm(make_config(**changes), make_policy().model) == obstacle
+def test_what_keeps_vllm_away(make_config, with_vllm, changes, obstacle):
+    assert why_not_vllm(make_config(**changes), torch.device("cuda")) == obstacle
 
 
-def test_vllm_that_is_not_installed_is_named(make_policy, with_vllm, monkeypatch):
+def test_vllm_that_is_not_installed_is_named(make_config, with_vllm, monkeypatch):
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    policy = make_policy()
 
-    assert why_not_vllm(policy.config, policy.model) == "vLLM is not installed"
+    assert why_not_vllm(make_config(), torch.device("cuda")) == "vLLM is not installed"
+    assert not takes_vllm(make_config(), torch.device("cuda"))
+
+
+def test_hf_by_name_takes_no_vllm(make_config, with_vllm):
+    assert takes_vllm(make_config(), torch.device("cuda"))
+    assert not takes_vllm(make_config(rollout={"engine": "hf"}), torch.device("cuda"))
