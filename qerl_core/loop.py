@@ -49,6 +49,7 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
         observer.on_phase("quantizing")
         observer.on_note(f"The base is rounded to NVFP4 by gptq, for {len(text)} texts like this run's own.")
     policy = Policy.open(config, cache, calibration=text)
+    policy.on_note = observer.on_note
     engine = ShardedEngine(open_engine(config, policy.model, observer))
     rows = render_prompts(
         read_rows(config.data.train_path), policy.model.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens

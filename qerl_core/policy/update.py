@@ -3,9 +3,10 @@
 P = prompts, G = completions a prompt, B = P G sequences, T = tokens of the longest completion.
 """
 
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
@@ -19,7 +20,7 @@ from qerl_core.algo.loss import TokenBatch, surrogate_loss, token_weights
 from qerl_core.algo.mismatch import diagnostics
 from qerl_core.algo.schedule import learning_rate_at
 from qerl_core.config import TrainConfig
-from qerl_core.errors import TrainingDiverged
+from qerl_core.errors import NotEnoughMemory, TrainingDiverged
 from qerl_core.kernels.token_logprob import token_logprob
 from qerl_core.observer import Metrics
 from qerl_core.policy import resume
@@ -28,6 +29,8 @@ from qerl_core.policy.pack import Row, collate, length_mask, make_rows, micro_ba
 from qerl_core.policy.resume import Position
 from qerl_core.quant.calibration import Text
 from qerl_core.types import Group
+
+logger = logging.getLogger(__name__)
 
 MAX_ROW_TOKENS = 2048
 """A row's attention mask is dense: so long may a row with several completions get."""
@@ -40,6 +43,10 @@ class Policy:
         self.config = config
         self.model = model
         self.position = Position()
+        self.micro_batch_tokens = config.micro_batch_tokens
+        """Of the config, or half of it after the GPU's memory ran out."""
+        self.on_note: Callable[[str], None] = logger.warning
+        """Who is told of that."""
         self.optimizer = torch.optim.AdamW(
             model.trainable().values(),
             lr=config.optimizer.learning_rate,
@@ -99,6 +106,26 @@ class Policy:
         return metrics | totals | {"learning_rate": rate, "tokens/trained": float(num_tokens)}
 
     def _step(
+        self, groups: Sequence[Group], advantages_B: Tensor, old_BT: Tensor | None, *, num_groups: int
+    ) -> tuple[dict[str, float], int]:
+        """One optimizer step. If memory runs out, once more with half the micro-batch; once a run, and it is said."""
+        try:
+            return self._take_step(groups, advantages_B, old_BT, num_groups=num_groups)
+        except torch.OutOfMemoryError as error:
+            halved = self.config.micro_batch_tokens // 2
+            if distributed.size() > 1 or self.micro_batch_tokens <= halved or not halved:
+                raise NotEnoughMemory(
+                    f"step {self.position.step + 1}: the GPU's memory ran out with micro_batch_tokens "
+                    f"{self.micro_batch_tokens}; lower it, or max_completion_tokens"
+                ) from error
+        # Outside of the handler: the error's frames hold what has to go.
+        self.micro_batch_tokens = halved
+        self.on_note(f"The GPU's memory ran out: micro_batch_tokens is {halved} from here on.")
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        return self._step(groups, advantages_B, old_BT, num_groups=num_groups)
+
+    def _take_step(
         self, groups: Sequence[Group], advantages_B: Tensor, old_BT: Tensor | None, *, num_groups: int
     ) -> tuple[dict[str, float], int]:
         """One optimizer step; its metrics and how many tokens it learned from."""
@@ -179,7 +206,7 @@ class Policy:
     def _my_micro_batches(self, groups: Sequence[Group]) -> list[list[Row]]:
         """Those of this process: a part of the rows, each of which is a sequence or more."""
         rows = make_rows(groups, max_row_tokens=MAX_ROW_TOKENS)
-        return list(micro_batches(rows[distributed.part(len(rows))], max_tokens=self.config.micro_batch_tokens))
+        return list(micro_batches(rows[distributed.part(len(rows))], max_tokens=self.micro_batch_tokens))
 
     def _forward(self, rows: Sequence[Row], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Log-probs, with gradient, and entropies of completion tokens in their places of [B, T], zero elsewhere."""

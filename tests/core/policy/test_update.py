@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qerl_core.errors import TrainingDiverged
+from qerl_core.errors import NotEnoughMemory, TrainingDiverged
 from qerl_core.policy import update
 from tests.core.conftest import group_of
 
@@ -161,3 +161,58 @@ def test_the_base_is_the_policy_without_its_adapter(make_policy):
     moved, fresh = make_policy(), make_policy(fresh=True)
 
     torch.testing.assert_close(moved.logprobs(GROUPS, adapter=False), fresh.logprobs(GROUPS))
+
+
+def runs_out_of_memory_above(monkeypatch, policy, num_rows):
+    """Let forwards with gradients fail for micro-batches of more rows than that; returns the sizes that were tried."""
+    tried, forward = [], policy._forward
+
+    def limited(rows, shape):
+        tried.append(len(rows))
+        if len(rows) > num_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(rows, shape)
+
+    monkeypatch.setattr(policy, "_forward", limited)
+    return tried
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_once_and_it_is_said(make_policy, monkeypatch):
+    monkeypatch.setattr(update, "MAX_ROW_TOKENS", 0)
+    free = make_policy(micro_batch_tokens=64)
+    short = make_policy(micro_batch_tokens=64)
+    notes = []
+    short.on_note = notes.append
+    free.update(GROUPS, ADVANTAGES)
+    tried = runs_out_of_memory_above(monkeypatch, short, 6)
+
+    short.update(GROUPS, ADVANTAGES)
+    short.update(GROUPS, ADVANTAGES)
+
+    assert max(tried) > 6
+    assert tried.count(max(tried)) == 1  # the second update begins with what fits
+    assert notes == ["The GPU's memory ran out: micro_batch_tokens is 32 from here on."]
+    assert short.config.micro_batch_tokens == 64
+
+
+def test_after_memory_ran_out_the_step_is_the_same(make_policy, monkeypatch):
+    monkeypatch.setattr(update, "MAX_ROW_TOKENS", 0)
+    free, short = make_policy(micro_batch_tokens=64), make_policy(micro_batch_tokens=64)
+    runs_out_of_memory_above(monkeypatch, short, 6)
+
+    free.update(GROUPS, ADVANTAGES)
+    short.update(GROUPS, ADVANTAGES)
+
+    assert_close(gradients(short), gradients(free))
+    assert_close(weights(short), weights(free))
+
+
+def test_memory_that_runs_out_again_ends_the_run(make_policy, monkeypatch):
+    policy = make_policy(micro_batch_tokens=64)
+    before = weights(policy)
+    runs_out_of_memory_above(monkeypatch, policy, 0)
+
+    with pytest.raises(NotEnoughMemory, match=r"step 1: .* micro_batch_tokens 32; lower it"):
+        policy.update(GROUPS, ADVANTAGES)
+
+    assert_close(weights(policy), before)
