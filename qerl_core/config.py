@@ -173,9 +173,10 @@ class RolloutConfig(Config):
     max_rounds: int = Field(1, ge=1, le=20)
     """Dynamic sampling (DAPO): prompts whose completions all got one reward are replaced by new ones, in so many
     rounds a step at most. 1: never."""
-    engine: Literal["auto", "hf", "vllm"] = "auto"
-    """What samples. `vllm` is fast, and wants a Hopper GPU, an NVFP4 base and LoRA of rank 64 at most; `hf` runs
-    anywhere, slowly. `auto` takes vllm where it can, and an event says which it took and why."""
+    engine: Literal["auto", "hf", "vllm", "vllm_stock"] = "auto"
+    """What samples. `vllm` shares the base with the trainer, and wants a Hopper GPU, an NVFP4 base and LoRA of rank 64
+    at most; `vllm_stock` is vLLM as it comes, with a base of its own; `hf` runs anywhere, slowly. `auto` takes `vllm`
+    where it can, else `vllm_stock` where there is a GPU with vLLM, and an event says which it took and why."""
     memory_fraction: float = Field(0.5, gt=0, lt=1)
     """The part of the GPU's memory that vllm may fill: the base's weights, KV cache and its own activations."""
 

@@ -23,7 +23,7 @@ from qerl_core.policy.model import default_device
 from qerl_core.policy.resume import Position
 from qerl_core.policy.source import local_folder
 from qerl_core.policy.update import Policy
-from qerl_core.rollout.choice import open_engine, takes_vllm
+from qerl_core.rollout.choice import chosen, open_engine
 from qerl_core.scoring import Scorer
 from qerl_core.sharding import ShardedEngine, ShardedPool
 
@@ -42,8 +42,8 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
     observer.on_phase("preparing")
     total_bytes = gpu_bytes(default_device())
     if total_bytes is not None:
-        has_engine = takes_vllm(config, default_device())
-        require_memory(config, local_folder(config.model, cache), total_bytes=total_bytes, has_engine=has_engine)
+        engine_name, _ = chosen(config, default_device())
+        require_memory(config, local_folder(config.model, cache), total_bytes=total_bytes, engine=engine_name)
     text = calibration_text(config, cache)
     if text is not None:
         observer.on_phase("quantizing")

@@ -94,16 +94,17 @@ def estimate(sizes: Sizes, config: TrainConfig, *, micro_batch_tokens: int | Non
     )
 
 
-def require_memory(config: TrainConfig, folder: Path, *, total_bytes: float, has_engine: bool) -> None:
+def require_memory(config: TrainConfig, folder: Path, *, total_bytes: float, engine: str) -> None:
     """NotEnoughMemory, with what is needed for what and a setting that would fit, if a GPU is too small for a run.
 
-    `has_engine`: vLLM holds the base, in its part of the memory.
+    `engine` is hf, vllm or vllm_stock: vLLM holds the base in its part of the memory, for both or for itself.
     """
     sizes = sizes_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     if sizes is None:
         return
     need, fraction = estimate(sizes, config), config.rollout.memory_fraction
-    room = total_bytes * (1 - fraction) if has_engine else total_bytes - need.base
+    has_engine = engine != "hf"
+    room = (total_bytes * (1 - fraction) if has_engine else total_bytes) - (0 if engine == "vllm" else need.base)
     if has_engine and need.base + need.cache + ENGINE > total_bytes * fraction:
         raise NotEnoughMemory(
             f"vLLM's {fraction:.0%} of the GPU's {_gib(total_bytes)} do not hold the base ({_gib(need.base)}), keys "
@@ -112,7 +113,9 @@ def require_memory(config: TrainConfig, folder: Path, *, total_bytes: float, has
         )
     if need.training > room:
         parts = f"adapter and optimizer {_gib(need.adapter)}, activations {_gib(need.activations)}, {_gib(LIBRARIES)}"
-        beside = f"vLLM's {fraction:.0%}" if has_engine else f"the base ({_gib(need.base)})"
+        beside = " and ".join(
+            [f"vLLM's {fraction:.0%}"] * has_engine + [f"the base ({_gib(need.base)})"] * (engine != "vllm")
+        )
         raise NotEnoughMemory(
             f"training needs about {_gib(need.training)} ({parts} for libraries), and beside {beside} the GPU has "
             f"{_gib(max(room, 0))} of its {_gib(total_bytes)}; {_smaller_batch(sizes, config, room)}"

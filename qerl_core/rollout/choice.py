@@ -1,4 +1,4 @@
-"""Which engine samples for a run: the fast one where it can, and the run says which and why."""
+"""Which engine samples for a run: the fastest that can, and the run says which and why."""
 
 from importlib.util import find_spec
 
@@ -14,21 +14,20 @@ from qerl_core.rollout.hf_engine import HfEngine
 
 
 def open_engine(config: TrainConfig, model: PolicyModel, observer: Observer) -> RolloutEngine:
-    """The engine that the config asks for, over the policy's own tensors.
+    """The engine that the config asks for.
 
-    RolloutFailed if vllm is asked for by name and cannot run.
+    RolloutFailed if one is asked for by name and cannot run.
     """
-    wanted, obstacle = config.rollout.engine, why_not_vllm(config, model.device)
-    if wanted == "vllm" and obstacle:
-        raise RolloutFailed(f"rollout.engine is vllm, but {obstacle}; set it to auto or hf")
-    if wanted == "hf" or obstacle:
-        because = "as asked" if wanted == "hf" else f"since {obstacle}"
-        observer.on_note(f"Rollouts by transformers, {because}.")
+    name, reason = chosen(config, model.device)
+    if name == "hf":
+        observer.on_note(f"Rollouts by transformers, {reason}.")
         return HfEngine(model)
-    observer.on_note("Rollouts by vLLM, from the same 4-bit weights that train.")
-    from qerl_core.rollout.vllm_engine import VllmEngine
+    from qerl_core.rollout.vllm_engine import StockVllmEngine, VllmEngine
 
-    return VllmEngine(
+    kind = VllmEngine if name == "vllm" else StockVllmEngine
+    base = "from the same 4-bit weights that train" if name == "vllm" else "from a base of its own"
+    observer.on_note(f"Rollouts by vLLM, {base}, {reason}.")
+    return kind(
         model,
         rank=config.lora.rank,
         max_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
@@ -36,21 +35,42 @@ def open_engine(config: TrainConfig, model: PolicyModel, observer: Observer) -> 
     )
 
 
-def takes_vllm(config: TrainConfig, device: torch.device) -> bool:
-    """Whether a run's rollouts will be vLLM's."""
-    return config.rollout.engine != "hf" and why_not_vllm(config, device) is None
+def chosen(config: TrainConfig, device: torch.device) -> tuple[str, str]:
+    """hf, vllm or vllm_stock, and why. RolloutFailed if one is asked for by name and cannot run."""
+    wanted = config.rollout.engine
+    obstacles = {"vllm": why_not_vllm(config, device), "vllm_stock": why_not_stock(config, device)}
+    if wanted != "auto":
+        obstacle = obstacles.get(wanted)
+        if obstacle:
+            raise RolloutFailed(f"rollout.engine is {wanted}, but {obstacle}; set it to auto or hf")
+        return wanted, "as asked"
+    if obstacles["vllm"] is None:
+        return "vllm", "the fastest there is"
+    if obstacles["vllm_stock"] is None:
+        return "vllm_stock", f"since {obstacles['vllm']}"
+    return "hf", f"since {obstacles['vllm_stock']}"
 
 
 def why_not_vllm(config: TrainConfig, device: torch.device) -> str | None:
-    """What keeps vllm from sampling for this run, as the rest of a sentence; None if nothing does."""
+    """What keeps `vllm` from sampling for this run, as the rest of a sentence; None if nothing does."""
+    obstacle = why_not_stock(config, device)
+    if obstacle:
+        return obstacle
     if not is_supported(device):
         return "there is no Hopper GPU with Triton and the CUDA bindings"
-    if find_spec("vllm") is None:
-        return "vLLM is not installed"
     if config.model.quantization != "nvfp4":
         return "the base is not NVFP4"
-    if config.dtype == "float32":
-        return "the policy computes in float32"
     if config.lora.rank > RANKS[-1]:
         return f"LoRA has rank {config.lora.rank}, and {RANKS[-1]} is the most"
+    return None
+
+
+def why_not_stock(config: TrainConfig, device: torch.device) -> str | None:
+    """The same of `vllm_stock`."""
+    if device.type != "cuda":
+        return "there is no GPU"
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    if config.dtype == "float32":
+        return "the policy computes in float32"
     return None

@@ -1,14 +1,20 @@
-"""Rollouts by vLLM in this process, from the policy's own 4-bit tensors: nothing is sent, nothing is kept twice.
+"""Rollouts by vLLM in this process. `VllmEngine` shares the policy's own 4-bit tensors; `StockVllmEngine` is its twin.
 
-The engine holds the base in tiles (`vllm_plugin.py`), and the trainer's linears read those same tiles, its embedding
-and head those same matrices. A step writes LoRA into the engine's buffers, and norm weights, clean or noisy, in place;
-CUDA graphs stay valid. Log-probs are those of the tokens drawn, under the temperature and top-p they were drawn with.
+In `VllmEngine` nothing is sent and nothing is kept twice: vLLM holds the base in tiles (`vllm_plugin.py`), the
+trainer's linears read those same tiles, its embedding and head those same matrices. A step writes LoRA into buffers,
+in place, so CUDA graphs stay valid. `StockVllmEngine` is vLLM as it comes, with a copy of the base, its own kernels and
+an adapter folder a step: slower, on any GPU that vLLM runs on, and what the other is held to.
+
+In both, norm weights are float32 and written in place, clean or noisy. Log-probs are those of the tokens drawn, under
+the temperature and top-p they were drawn with.
 
 R = LoRA rank, K = in features, N = out features.
 """
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -23,9 +29,12 @@ from qerl_core.quant.linear import FUSED, NVFP4Linear
 from qerl_core.rollout.engine import Sampling, completion_seed
 from qerl_core.types import Completion, FinishReason, Group, Prompt
 
+STOCK_RANKS = (8, 16, 32, 64, 128, 256, 512)
+"""Those that vLLM has LoRA kernels for."""
 
-class VllmEngine:
-    """A `RolloutEngine` in which the policy's base lives. Its slow twin is `HfEngine` over the same model."""
+
+class StockVllmEngine:
+    """A `RolloutEngine` of vLLM as it comes: its own copy of the base, its own LoRA kernels."""
 
     def __init__(
         self,
@@ -37,12 +46,12 @@ class VllmEngine:
         memory_fraction: float = 0.5,
         graphs: bool = True,
     ) -> None:
-        """Load the model's folder into vLLM, then let the model share what vLLM holds.
+        """Load the model's folder into vLLM.
 
         `max_tokens` is the longest prompt and completion together; `memory_fraction` of the GPU's memory is for
         weights, KV cache and the engine's activations. RolloutFailed if vLLM cannot be started.
         """
-        # vLLM reads these when it is imported: the engine must be in this process to share its memory.
+        # vLLM reads these when it is imported: the engine must be in this process for its weights to be in reach.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
@@ -51,36 +60,26 @@ class VllmEngine:
             from qerl_core.rollout import vllm_plugin
         except ImportError as error:
             raise RolloutFailed(f"vLLM cannot be imported ({error}); install qerl[gpu], or roll out by hf") from error
-        vllm_plugin.register()
         vllm_plugin.use_float32_norms()
         self.model = model
-        arguments: dict[str, Any] = dict(
-            model=str(model.folder),
-            quantization=vllm_plugin.NAME,
-            dtype="bfloat16",
-            max_model_len=max_tokens,
-            max_num_seqs=max_sequences,
-            gpu_memory_utilization=memory_fraction,
-            enable_prefix_caching=True,
-            enforce_eager=not graphs,
-            logprobs_mode="processed_logprobs",
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            additional_config={"qerl_rank": rank},
-        )
+        arguments: dict[str, Any] = {
+            "model": str(model.folder), "dtype": "bfloat16", "max_model_len": max_tokens,
+            "max_num_seqs": max_sequences, "gpu_memory_utilization": memory_fraction, "enable_prefix_caching": True,
+            "enforce_eager": not graphs, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+        }  # fmt: skip
         try:
-            self._llm: Any = LLM(**arguments)
+            self._llm: Any = LLM(**arguments | self._arguments(rank))
         except (ValueError, TypeError, RuntimeError) as error:  # a setting it lacks, a model it cannot run, memory
             raise RolloutFailed(
                 f"vLLM cannot start ({type(error).__name__}: {error}); see rollout.memory_fraction, or set "
                 "rollout.engine to hf"
             ) from error
         (self._inside,) = self._llm.apply_model(lambda inside: inside)
-        self._share_base()
         norms: dict[str, Any] = dict(noisy_norms(self._inside.model, self._inside.config))
         self._norms: dict[str, Tensor] = {name: norm.weight for name, norm in norms.items()}
         self._clean = {name: weight.detach().clone() for name, weight in self._norms.items()}
-        self._lora = self._lora_targets()
+        self._request: Any = None
 
     def rollout(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
@@ -105,7 +104,7 @@ class VllmEngine:
         ]
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
         try:
-            found = self._llm.generate(requests, wanted, use_tqdm=False)
+            found = self._llm.generate(requests, wanted, use_tqdm=False, lora_request=self._request)
         finally:
             if sigma:
                 self._write_norms(0.0, seed)
@@ -117,12 +116,27 @@ class VllmEngine:
     @torch.no_grad()
     def load(self, *, sigma: float, seed: int) -> None:
         """Write the adapter as it is now, and norms with a fresh draw of noise; drop what was cached of older ones."""
-        weights = [linear.weight.detach() for linear, _, _ in self._lora]
-        scaled = torch._foreach_mul(weights, [factor for _, factor, _ in self._lora])
-        torch._foreach_copy_([target for _, _, target in self._lora], scaled)
+        self._write_adapter()
         self._write_norms(sigma, seed)
         if not self._llm.reset_prefix_cache():
             raise RolloutFailed("vLLM holds on to cached prefixes of older weights")
+
+    def _arguments(self, rank: int) -> dict[str, Any]:
+        """What LLM is told besides."""
+        wide = next((wide for wide in STOCK_RANKS if rank <= wide), None)
+        if wide is None:
+            raise RolloutFailed(f"vLLM holds LoRA of rank {STOCK_RANKS[-1]} at most, not {rank}")
+        self._folder = TemporaryDirectory(prefix="qerl-adapter-")
+        self._loads = 0
+        return {"enable_lora": True, "max_lora_rank": wide, "max_loras": 1}
+
+    def _write_adapter(self) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._loads += 1
+        folder = Path(self._folder.name) / str(self._loads)
+        self.model.peft.save_pretrained(str(folder), save_embedding_layers=False)
+        self._request = LoRARequest(f"step-{self._loads}", self._loads, str(folder))
 
     @torch.no_grad()
     def _write_norms(self, sigma: float, seed: int) -> None:
@@ -141,7 +155,26 @@ class VllmEngine:
         reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
         return Completion(tokens, logprobs, text, reason)
 
-    # What the two share
+
+class VllmEngine(StockVllmEngine):
+    """A `RolloutEngine` in which the policy's base lives, with one resident LoRA."""
+
+    def __init__(self, model: PolicyModel, **settings: Any) -> None:
+        """Load the model's folder into vLLM, then let the model share what vLLM holds. Settings: see the twin."""
+        super().__init__(model, **settings)
+        self._share_base()
+        self._lora = self._lora_targets()
+
+    def _arguments(self, rank: int) -> dict[str, Any]:
+        from qerl_core.rollout import vllm_plugin
+
+        vllm_plugin.register()
+        return {"quantization": vllm_plugin.NAME, "additional_config": {"qerl_rank": rank}}
+
+    def _write_adapter(self) -> None:
+        weights = [linear.weight.detach() for linear, _, _ in self._lora]
+        scaled = torch._foreach_mul(weights, [factor for _, factor, _ in self._lora])
+        torch._foreach_copy_([target for _, _, target in self._lora], scaled)
 
     def _engine_linear(self, name: str) -> tuple[Any, int]:
         """vLLM's linear that a module of the model's is a part of, and which part."""

@@ -56,7 +56,7 @@ def test_an_unquantized_base_takes_two_bytes_a_weight(make_config):
 def test_a_32b_policy_trains_and_samples_on_80_gb(make_config, folder_of):
     config = make_config(lora=RANK_32, rollout=LONG | {"memory_fraction": 0.4})
 
-    require_memory(config, folder_of("32b"), total_bytes=80e9, has_engine=True)
+    require_memory(config, folder_of("32b"), total_bytes=80e9, engine="vllm")
 
 
 def test_a_gpu_that_is_too_small_is_told_which_batch_would_fit(make_config, folder_of):
@@ -64,26 +64,26 @@ def test_a_gpu_that_is_too_small_is_told_which_batch_would_fit(make_config, fold
     with pytest.raises(
         NotEnoughMemory, match=r"training needs about .* GiB .*; set micro_batch_tokens to (\d+)"
     ) as told:
-        require_memory(config, folder_of("7b"), total_bytes=12 * GIB, has_engine=False)
+        require_memory(config, folder_of("7b"), total_bytes=12 * GIB, engine="hf")
     tokens = int(str(told.value).rsplit(" ", 1)[1])
 
     smaller = make_config(lora=RANK_32, rollout=LONG, micro_batch_tokens=tokens)
-    require_memory(smaller, folder_of("7b"), total_bytes=12 * GIB, has_engine=False)
+    require_memory(smaller, folder_of("7b"), total_bytes=12 * GIB, engine="hf")
 
 
 def test_a_part_too_small_for_the_engine_is_told_a_larger_one(make_config, folder_of):
     config = make_config(lora=RANK_32, rollout=LONG | {"memory_fraction": 0.2})
     with pytest.raises(NotEnoughMemory, match=r"20% of .* do not hold the base .*memory_fraction to (0\.\d+)") as told:
-        require_memory(config, folder_of("32b"), total_bytes=80e9, has_engine=True)
+        require_memory(config, folder_of("32b"), total_bytes=80e9, engine="vllm")
     fraction = float(str(told.value).split("memory_fraction to ")[1].split(" ")[0])
 
     larger = make_config(lora=RANK_32, rollout=LONG | {"memory_fraction": fraction})
-    require_memory(larger, folder_of("32b"), total_bytes=80e9, has_engine=True)
+    require_memory(larger, folder_of("32b"), total_bytes=80e9, engine="vllm")
 
 
 def test_what_fits_no_batch_is_told_so(make_config, folder_of):
     with pytest.raises(NotEnoughMemory, match="larger GPU"):
-        require_memory(make_config(rollout=LONG), folder_of("32b"), total_bytes=16 * GIB, has_engine=False)
+        require_memory(make_config(rollout=LONG), folder_of("32b"), total_bytes=16 * GIB, engine="hf")
 
 
 def test_a_model_without_the_usual_sizes_is_not_reckoned():
@@ -92,3 +92,12 @@ def test_a_model_without_the_usual_sizes_is_not_reckoned():
             return object()
 
     assert sizes_of(Odd()) is None
+
+
+def test_stock_vllm_has_a_base_of_its_own(make_config, folder_of):
+    config = make_config(lora=RANK_32, rollout=LONG | {"memory_fraction": 0.45}, micro_batch_tokens=4096)
+    folder, total = folder_of("32b"), 52e9
+
+    require_memory(config, folder, total_bytes=total, engine="vllm")
+    with pytest.raises(NotEnoughMemory, match=r"beside vLLM's 45% and the base \(\d"):
+        require_memory(config, folder, total_bytes=total, engine="vllm_stock")

@@ -4,7 +4,7 @@ import torch
 from qerl_core.errors import RolloutFailed
 from qerl_core.observer import NullObserver
 from qerl_core.rollout import choice
-from qerl_core.rollout.choice import open_engine, takes_vllm, why_not_vllm
+from qerl_core.rollout.choice import chosen, open_engine, why_not_vllm
 from qerl_core.rollout.hf_engine import HfEngine
 
 
@@ -16,8 +16,12 @@ class Notes(NullObserver):
         self.notes.append(message)
 
 
+CUDA = torch.device("cuda")
+
+
 @pytest.fixture
 def with_vllm(monkeypatch):
+    """A Hopper GPU with vLLM, as far as anyone asks."""
     monkeypatch.setattr(choice, "is_supported", lambda device: True)
     monkeypatch.setattr(choice, "find_spec", lambda name: object())
 
@@ -29,8 +33,7 @@ def test_without_a_gpu_auto_is_hf_and_says_why(make_policy):
     engine = open_engine(policy.config, policy.model, observer)
 
     assert isinstance(engine, HfEngine)
-    (note,) = observer.notes
-    assert "no Hopper GPU" in note
+    assert observer.notes == ["Rollouts by transformers, since there is no GPU."]
 
 
 def test_hf_by_name_is_no_fallback(make_policy, with_vllm):
@@ -40,34 +43,33 @@ def test_hf_by_name_is_no_fallback(make_policy, with_vllm):
     assert observer.notes == ["Rollouts by transformers, as asked."]
 
 
-def test_vllm_by_name_never_becomes_another(make_policy, monkeypatch):
-    monkeypatch.setattr(choice, "is_supported", lambda device: False)
-    policy = make_policy(rollout={"engine": "vllm"})
+@pytest.mark.parametrize("name", ["vllm", "vllm_stock"])
+def test_an_engine_by_name_never_becomes_another(make_config, name):
+    with pytest.raises(RolloutFailed, match=rf"rollout\.engine is {name}, but there is no GPU; set it to auto"):
+        chosen(make_config(rollout={"engine": name}), torch.device("cpu"))
 
-    with pytest.raises(RolloutFailed, match=r"rollout\.engine is vllm, but there is no Hopper GPU.*set it to auto"):
-        open_engine(policy.config, policy.model, Notes())
+
+def test_auto_takes_the_fastest_that_can(make_config, with_vllm, monkeypatch):
+    assert chosen(make_config(), CUDA) == ("vllm", "the fastest there is")
+    monkeypatch.setattr(choice, "is_supported", lambda device: False)
+    assert chosen(make_config(), CUDA) == (
+        "vllm_stock", "since there is no Hopper GPU with Triton and the CUDA bindings",
+    )  # fmt: skip
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert chosen(make_config(), CUDA) == ("hf", "since vLLM is not installed")
 
 
 @pytest.mark.parametrize(
-    ("changes", "obstacle"),
+    ("changes", "taken", "obstacle"),
     [
-        ({}, None),
-        ({"dtype": "float32"}, "the policy computes in float32"),
-        ({"lora": {"rank": 128, "alpha": 8}}, "LoRA has rank 128, and 64 is the most"),
-        ({"model": {"id": "m", "source": "m", "quantization": "none"}}, "the base is not NVFP4"),
+        ({}, "vllm", None),
+        ({"dtype": "float32"}, "hf", "the policy computes in float32"),
+        ({"lora": {"rank": 128, "alpha": 8}}, "vllm_stock", "LoRA has rank 128, and 64 is the most"),
+        ({"model": {"id": "m", "source": "m", "quantization": "none"}}, "vllm_stock", "the base is not NVFP4"),
     ],
 )
-def test_what_keeps_vllm_away(make_config, with_vllm, changes, obstacle):
-    assert why_not_vllm(make_config(**changes), torch.device("cuda")) == obstacle
+def test_what_keeps_vllm_away(make_config, with_vllm, changes, taken, obstacle):
+    config = make_config(**changes)
 
-
-def test_vllm_that_is_not_installed_is_named(make_config, with_vllm, monkeypatch):
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
-
-    assert why_not_vllm(make_config(), torch.device("cuda")) == "vLLM is not installed"
-    assert not takes_vllm(make_config(), torch.device("cuda"))
-
-
-def test_hf_by_name_takes_no_vllm(make_config, with_vllm):
-    assert takes_vllm(make_config(), torch.device("cuda"))
-    assert not takes_vllm(make_config(rollout={"engine": "hf"}), torch.device("cuda"))
+    assert why_not_vllm(config, CUDA) == obstacle
+    assert chosen(config, CUDA)[0] == taken
