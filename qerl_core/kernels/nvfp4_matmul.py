@@ -279,6 +279,7 @@ ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that configurations are measured for; one between two takes that of the larger."""
 
 
+@functools.cache
 def choose(num_rows: int, num_out: int, num_in: int, device: torch.device, *, has_lora: bool) -> Config:
     """The configuration that was measured to be the fastest for a shape, or for the one most like it."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
