@@ -16,6 +16,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from benchmarks.record import Row, write
 
 SIZES: dict[str, dict[str, int]] = {
@@ -32,6 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8, "vocab_size": 152064,
     },
 }  # fmt: skip
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = ("ours", "vllm_bf16_lora", "vllm_marlin_lora", "vllm_humming_lora")
 BATCHES = (1, 8, 64, 256, 512)
 PROMPT, COMPLETION, RANK = 128, 256, 32
@@ -69,7 +72,6 @@ def linears_of(size: str) -> dict[str, tuple[int, int]]:
 
 def write_nvfp4(folder: Path, size: str) -> None:
     """A folder as `quantize_folder` writes it, of random codes, made on the GPU, a file a block."""
-    import torch
     from safetensors.torch import save_file
 
     from qerl_core.quant.checkpoint import _quantization_config
@@ -83,15 +85,15 @@ def write_nvfp4(folder: Path, size: str) -> None:
         weight_map.update(dict.fromkeys(tensors, name))
 
     def normal(*sizes: int) -> torch.Tensor:
-        return (torch.randn(*sizes, device="cuda") * 0.02).bfloat16()
+        return (torch.randn(*sizes, device=DEVICE) * 0.02).bfloat16()
 
     for layer in range(shape["num_hidden_layers"]):
         tensors: dict[str, torch.Tensor] = {}
         prefix = f"model.layers.{layer}."
         for name, (rows, cols) in linears_of(size).items():
-            scale = (torch.rand(rows, cols // 16, device="cuda") * 320 + 64).to(torch.float8_e4m3fn)
+            scale = (torch.rand(rows, cols // 16, device=DEVICE) * 320 + 64).to(torch.float8_e4m3fn)
             tensors[f"{prefix}{name}.weight_packed"] = torch.randint(
-                256, (rows, cols // 2), dtype=torch.uint8, device="cuda"
+                256, (rows, cols // 2), dtype=torch.uint8, device=DEVICE
             )
             tensors[f"{prefix}{name}.weight_scale"] = scale
             tensors[f"{prefix}{name}.weight_global_scale"] = torch.tensor([192 * 2.6 / 0.02])
@@ -108,7 +110,6 @@ def write_nvfp4(folder: Path, size: str) -> None:
 
 def write_adapter(folder: Path, size: str) -> None:
     """A PEFT adapter of random weights."""
-    import torch
     from safetensors.torch import save_file
 
     tensors = {}
@@ -129,7 +130,6 @@ def write_adapter(folder: Path, size: str) -> None:
 
 def measure(way: str, size: str, root: Path, batches: list[int]) -> dict[int, float]:
     """Tokens a second by batch: the median of three, after one that is not counted."""
-    import torch
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
