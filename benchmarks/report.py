@@ -6,14 +6,19 @@ from typing import Any
 
 from benchmarks.record import BASELINES
 
+MANY = 20
+"""A longer table is folded."""
+
 
 def table(record: dict[str, Any]) -> list[str]:
     """A record's lines."""
     machine = record["machine"]
     where = f"{machine.get('gpu') or machine['cpu']}, {machine['cores']} cores"
+    fold = len(record["rows"]) > MANY
     lines = [
         f"**{record['name']}** on {where}, {record['date']}: `python -m benchmarks.{record['name']}`",
         "",
+        *([f"<details><summary>{len(record['rows'])} figures</summary>", ""] if fold else []),
         "| case | metric | ours | peers | goal | met |",
         "|---|---|---|---|---|---|",
     ]
@@ -22,7 +27,7 @@ def table(record: dict[str, Any]) -> list[str]:
         met = {True: "yes", False: "**no**", None: ""}[row["met"]]
         cells = (row["case"], row["metric"], f"{row['ours']:.4g}", peers, row["goal"] or "", met)
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    return [*lines, "", *(["</details>", ""] if fold else [])]
 
 
 def main() -> None:

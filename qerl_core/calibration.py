@@ -18,8 +18,10 @@ from transformers import AutoTokenizer
 from qerl_core.config import TrainConfig
 from qerl_core.data.chat import render_prompts
 from qerl_core.data.rows import read_rows
+from qerl_core.errors import NotEnoughMemory
 from qerl_core.folders import lone_maker, published
-from qerl_core.policy.model import open_model, rounding_method
+from qerl_core.policy.memory import gpu_bytes
+from qerl_core.policy.model import default_device, open_model, rounding_method
 from qerl_core.policy.source import local_folder
 from qerl_core.quant.calibration import Text
 from qerl_core.quant.checkpoint import is_quantized
@@ -37,6 +39,8 @@ COMPLETION_TOKENS = 256
 """A completion is cut after so many, or the job's own limit."""
 SEED = 2_000_003
 """Of the choice of rows and of the sampling: one text for all jobs on the same base and rows."""
+ROOM = 0.9
+"""Of a GPU, for the unquantized base; the rest is for a few sequences of it."""
 _TEXT = "text.json"
 
 
@@ -51,6 +55,7 @@ def calibration_text(config: TrainConfig, cache: Path) -> Text | None:
     folder = local_folder(config.model, cache)
     if is_quantized(folder):
         return None
+    _require_room(folder, gpu_bytes(default_device()))
     rows = read_rows(config.data.train_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = render_prompts(rows, tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens)
@@ -70,6 +75,19 @@ def calibration_text(config: TrainConfig, cache: Path) -> Text | None:
                 (filling / _TEXT).write_text(json.dumps(text))
     kept: list[list[int]] = json.loads((out / _TEXT).read_text())
     return kept
+
+
+def _require_room(folder: Path, total_bytes: int | None) -> None:
+    """NotEnoughMemory if a GPU cannot hold the unquantized base, from which the text is sampled."""
+    if total_bytes is None:
+        return
+    base = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if base > ROOM * total_bytes:
+        raise NotEnoughMemory(
+            f"calibrated rounding samples from the unquantized base, {base / 2**30:.1f} GiB, and the GPU has "
+            f"{total_bytes / 2**30:.1f} GiB; set quantization.method to rtn, or give an NVFP4 folder that "
+            "`qerl quantize` made on a larger machine"
+        )
 
 
 def choose(prompts: Sequence[Prompt], max_tokens: int) -> tuple[list[Prompt], int]:

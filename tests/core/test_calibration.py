@@ -7,6 +7,7 @@ import torch
 
 from qerl_core import calibration
 from qerl_core.calibration import calibration_text, choose
+from qerl_core.errors import NotEnoughMemory
 from qerl_core.loop import train
 from qerl_core.observer import NullObserver
 from qerl_core.policy.model import open_base
@@ -129,3 +130,12 @@ def test_a_run_trains_on_the_calibrated_base_and_an_evaluation_opens_the_same(ma
     assert set(made) < {path.name for path in cache.glob("[!.]*")}
     for name, layer in quantizable_linears(base).items():
         assert not torch.equal(layer.weight_packed, plain.get_submodule(name).weight_packed)
+
+
+def test_a_base_too_large_to_sample_from_is_refused_with_a_way_out(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+
+    calibration._require_room(tmp_path, None)
+    calibration._require_room(tmp_path, 1200)
+    with pytest.raises(NotEnoughMemory, match=r"unquantized base.* set quantization\.method to rtn"):
+        calibration._require_room(tmp_path, 1100)
