@@ -739,10 +739,12 @@ class _ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _flush(self) -> None:
+        part = self._part(len(self._shards))
         try:
-            save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+            save_file(self._pending, part, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, mostly
             raise OSError(str(error)) from error
+        part.chmod(0o644)  # safetensors lets nobody else read it
         self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
         self._shards.append(list(self._pending))
         self._pending = {}

@@ -649,3 +649,9 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
     folder = make_model(tmp_path / "model", architecture="gpt2", n_embd=64, n_head=4, n_layer=1)
 
     refused(folder, "no linear layers", load=lambda f: quantize_folder(f, tmp_path / "out"))
+
+
+def test_others_may_read_what_is_written(tiny_folder, tmp_path):
+    quantize_folder(tiny_folder, tmp_path / "out")
+
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (tmp_path / "out").glob("*.safetensors"))
