@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.matmul import LAYERS, ROWS, decode_rows, eager_decode, matmul_rows, random_nvfp4, tune
 from benchmarks.record import Row, write
+from benchmarks.rollout import SIZES
 from benchmarks.timing import gpu_milliseconds, require_close
 from qerl_core.config import LoraConfig as OurLoraConfig
 from qerl_core.kernels import nvfp4_matmul
@@ -34,16 +35,6 @@ from qerl_core.policy.recompute import chunk_mlps
 from qerl_core.quant.linear import NVFP4Linear, quantizable_linears
 
 BF16 = torch.bfloat16
-QWEN2 = {
-    "7b": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064,
-    },
-    "32b": {
-        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
-        "num_key_value_heads": 8, "vocab_size": 152064,
-    },
-}  # fmt: skip
 
 
 class EagerLinear(NVFP4Linear):
@@ -226,7 +217,7 @@ def policy(size: str, make: Callable[[nn.Linear], nn.Module]) -> Iterator[tuple[
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes: dict[str, Any] = QWEN2[size]
+    sizes: dict[str, Any] = SIZES[size]
     config = Qwen2Config(**sizes, tie_word_embeddings=False, max_position_embeddings=4096)
     with torch.device("meta"):
         causal: Any = Qwen2ForCausalLM(config)
