@@ -178,7 +178,7 @@ def _device(name: str) -> "torch.device":
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:  # no such device, or torch without CUDA
         reason = str(error).partition("\n")[0]
         raise BadArgument(f"--device {name} cannot be used: {reason}") from error
     return device

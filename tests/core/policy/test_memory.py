@@ -5,25 +5,16 @@ import json
 import pytest
 from transformers import Qwen2Config
 
+from benchmarks.rollout import SIZES
 from qerl_core.errors import NotEnoughMemory
 from qerl_core.policy.memory import GIB, estimate, require_memory, sizes_of
 
-SHAPES = {
-    "7b": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064,
-    },
-    "32b": {
-        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
-        "num_key_value_heads": 8, "vocab_size": 152064,
-    },
-}  # fmt: skip
 LONG = {"num_prompts": 2, "group_size": 4, "max_prompt_tokens": 512, "max_completion_tokens": 1536}
 RANK_32 = {"rank": 32, "alpha": 64}
 
 
 def config_of(size: str) -> Qwen2Config:
-    return Qwen2Config(**SHAPES[size], tie_word_embeddings=False)
+    return Qwen2Config(**SIZES[size], tie_word_embeddings=False)
 
 
 @pytest.fixture
