@@ -10,6 +10,8 @@ liger-kernel for its peers.
 import argparse
 import gc
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -289,17 +291,20 @@ def main() -> None:
     if args.tune:
         tune(args.tune, args.rows or nvfp4_matmul.ROWS)
         return
+    sections = args.sections or list(SECTIONS)
+    if len(sections) > 1:  # a process each: what one leaves in memory must not count in the next
+        options = ["--machine", args.machine, *(["--rows", *map(str, args.rows)] if args.rows else [])]
+        for section in sections:
+            subprocess.run([sys.executable, "-m", "benchmarks.kernels", section, *options], check=True)
+        return
+    (section,) = sections
+    torch.manual_seed(0)
+    random.seed(0)
     rows = []
-    for section in args.sections or SECTIONS:
-        torch.manual_seed(0)
-        random.seed(0)
-        made = matmul_rows(args.rows or ROWS) if section == "matmul" else SECTIONS[section]()
-        for row in made:
-            print(row, flush=True)  # noqa: T201
-            rows.append(row)
-            path = write("kernels", args.machine, rows)  # at once: a run that is cut short keeps what it has
-        gc.collect()
-        torch.cuda.empty_cache()
+    for row in matmul_rows(args.rows or ROWS) if section == "matmul" else SECTIONS[section]():
+        print(row, flush=True)  # noqa: T201
+        rows.append(row)
+        path = write("kernels", args.machine, rows)  # at once: a run that is cut short keeps what it has
     print(path)  # noqa: T201
 
 

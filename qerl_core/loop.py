@@ -18,7 +18,7 @@ from qerl_core.errors import NoLearningSignal
 from qerl_core.evaluation import evaluate, held_out_prompts
 from qerl_core.graders.runner import GraderPool
 from qerl_core.observer import Metrics, NullObserver, Observer
-from qerl_core.policy.memory import gpu_bytes, require_memory
+from qerl_core.policy.memory import gpu_bytes, read_config, require_memory, sizes_of
 from qerl_core.policy.model import default_device
 from qerl_core.policy.resume import Position
 from qerl_core.policy.source import local_folder
@@ -42,8 +42,9 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
     observer.on_phase("preparing")
     total_bytes = gpu_bytes(default_device())
     if total_bytes is not None:
-        engine_name, _ = chosen(config, default_device())
-        require_memory(config, local_folder(config.model, cache), total_bytes=total_bytes, engine=engine_name)
+        sizes = sizes_of(read_config(local_folder(config.model, cache)))
+        engine_name, _ = chosen(config, default_device(), sizes)
+        require_memory(config, sizes, total_bytes=total_bytes, engine=engine_name)
     text = calibration_text(config, cache)
     if text is not None:
         observer.on_phase("quantizing")

@@ -94,12 +94,16 @@ def estimate(sizes: Sizes, config: TrainConfig, *, micro_batch_tokens: int | Non
     )
 
 
-def require_memory(config: TrainConfig, folder: Path, *, total_bytes: float, engine: str) -> None:
+def read_config(folder: Path) -> Any:
+    """A folder's transformers config."""
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def require_memory(config: TrainConfig, sizes: Sizes | None, *, total_bytes: float, engine: str) -> None:
     """NotEnoughMemory, with what is needed for what and a setting that would fit, if a GPU is too small for a run.
 
     `engine` is hf, vllm or vllm_stock: vLLM holds the base in its part of the memory, for both or for itself.
     """
-    sizes = sizes_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     if sizes is None:
         return
     need, fraction = estimate(sizes, config), config.rollout.memory_fraction

@@ -6,9 +6,11 @@ import torch
 
 from qerl_core.config import TrainConfig
 from qerl_core.errors import RolloutFailed
-from qerl_core.kernels.nvfp4_matmul import RANKS, is_supported
+from qerl_core.kernels.nvfp4_matmul import RANKS, TILE, is_supported
 from qerl_core.observer import Observer
+from qerl_core.policy.memory import Sizes, sizes_of
 from qerl_core.policy.model import PolicyModel
+from qerl_core.quant.linear import FUSED
 from qerl_core.rollout.engine import RolloutEngine
 from qerl_core.rollout.hf_engine import HfEngine
 
@@ -18,7 +20,7 @@ def open_engine(config: TrainConfig, model: PolicyModel, observer: Observer) -> 
 
     RolloutFailed if one is asked for by name and cannot run.
     """
-    name, reason = chosen(config, model.device)
+    name, reason = chosen(config, model.device, sizes_of(model.causal.config))
     if name == "hf":
         observer.on_note(f"Rollouts by transformers, {reason}.")
         return HfEngine(model)
@@ -35,10 +37,10 @@ def open_engine(config: TrainConfig, model: PolicyModel, observer: Observer) -> 
     )
 
 
-def chosen(config: TrainConfig, device: torch.device) -> tuple[str, str]:
+def chosen(config: TrainConfig, device: torch.device, sizes: Sizes | None) -> tuple[str, str]:
     """hf, vllm or vllm_stock, and why. RolloutFailed if one is asked for by name and cannot run."""
     wanted = config.rollout.engine
-    obstacles = {"vllm": why_not_vllm(config, device), "vllm_stock": why_not_stock(config, device)}
+    obstacles = {"vllm": why_not_vllm(config, device, sizes), "vllm_stock": why_not_stock(config, device)}
     if wanted != "auto":
         obstacle = obstacles.get(wanted)
         if obstacle:
@@ -51,7 +53,7 @@ def chosen(config: TrainConfig, device: torch.device) -> tuple[str, str]:
     return "hf", f"since {obstacles['vllm_stock']}"
 
 
-def why_not_vllm(config: TrainConfig, device: torch.device) -> str | None:
+def why_not_vllm(config: TrainConfig, device: torch.device, sizes: Sizes | None) -> str | None:
     """What keeps `vllm` from sampling for this run, as the rest of a sentence; None if nothing does."""
     obstacle = why_not_stock(config, device)
     if obstacle:
@@ -62,6 +64,17 @@ def why_not_vllm(config: TrainConfig, device: torch.device) -> str | None:
         return "the base is not NVFP4"
     if config.lora.rank > RANKS[-1]:
         return f"LoRA has rank {config.lora.rank}, and {RANKS[-1]} is the most"
+    if sizes is None:
+        return "the model's config has not the usual sizes"
+    return _why_not_fused(sizes)
+
+
+def _why_not_fused(sizes: Sizes) -> str | None:
+    for members in FUSED:
+        for name in members[:-1]:  # the next begins where a tile does
+            rows = sizes.linears[name][0]
+            if rows % TILE:
+                return f"{name} has {rows} out features, which is no multiple of {TILE}"
     return None
 
 

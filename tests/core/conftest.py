@@ -38,7 +38,7 @@ def make_config(tiny_folder, tmp_path):
     def make(**changes) -> TrainConfig:
         data = {"train_path": write_rows(tmp_path / "train.jsonl", 12)}
         parts = {
-            "model": {"id": "tiny", "source": str(tiny_folder)},
+            "model": {"id": "tiny", "source": str(tiny_folder), "quantization_method": "rtn"},
             "data": data,
             "grader": {"type": "python", "source": VARIETY},
             "rollout": {"num_prompts": 2, "group_size": 4, "max_completion_tokens": 8, "max_prompt_tokens": 64},

@@ -38,16 +38,21 @@ def test_nothing_decoded_is_kept_between_the_passes(make_policy):
     assert all(layer._decoded is None for layer in linears)
 
 
-def test_a_run_on_a_gpu_learns_from_noisy_rollouts(make_config, cache, tmp_path):
-    steps = {}
+def test_a_run_on_a_gpu_learns_from_noisy_rollouts_of_a_calibrated_base(make_config, tiny_folder, cache, tmp_path):
+    config = make_config(model={"id": "tiny", "source": str(tiny_folder)})
+    steps, notes = {}, []
 
     class Watch(NullObserver):
         def on_step(self, step, metrics):
             steps[step] = metrics
             return False
 
-    assert train(make_config(), tmp_path / "run", Watch(), cache=cache)
+        def on_note(self, message):
+            notes.append(message)
 
+    assert train(config, tmp_path / "run", Watch(), cache=cache)
+
+    assert "rounded to NVFP4 by gptq" in notes[0]
     assert list(steps) == [1, 2, 3, 4, 5, 6]
     assert steps[1]["mismatch/kl"] < 0.01  # the sampler is the policy, but for rounding
     assert steps[3]["mismatch/kl"] > steps[1]["mismatch/kl"]

@@ -32,7 +32,7 @@ def policy(tmp_path_factory):
     make_model(folder / "model", architecture="qwen2", tied=False, **SIZES)
     config = TrainConfig.model_validate(
         {
-            "model": {"id": "tiny", "source": str(folder / "model")},
+            "model": {"id": "tiny", "source": str(folder / "model"), "quantization_method": "rtn"},
             "data": {"train_path": write_rows(folder / "train.jsonl", 12)},
             "grader": {"type": "string_check", "name": "x", "input": "x", "reference": "x", "operation": "eq"},
             "lora": {"rank": 8, "alpha": 16},
