@@ -205,7 +205,7 @@ def nf4_layer(linear: nn.Linear) -> nn.Module:
         linear.in_features, linear.out_features, bias=has_bias, compute_dtype=BF16, quant_type="nf4"
     )
     weight = torch.randn(linear.out_features, linear.in_features, device="cuda", dtype=BF16) * 0.02
-    made.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
+    made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     module: nn.Module = made.cuda()
     return module
 

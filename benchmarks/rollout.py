@@ -11,6 +11,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -128,8 +130,8 @@ def write_adapter(folder: Path, size: str) -> None:
 # One way, in a process of its own
 
 
-def measure(way: str, size: str, root: Path, batches: list[int]) -> dict[int, float]:
-    """Tokens a second by batch: the median of three, after one that is not counted."""
+def measure(way: str, size: str, root: Path, batches: list[int]) -> Iterator[tuple[int, float]]:
+    """Batch and tokens a second: the median of three, after one that is not counted."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -164,7 +166,6 @@ def measure(way: str, size: str, root: Path, batches: list[int]) -> dict[int, fl
         max_tokens=COMPLETION, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
     )
     draw = random.Random(0)
-    found = {}
     for batch in batches:
         times = []
         for _ in range(4):
@@ -177,7 +178,26 @@ def measure(way: str, size: str, root: Path, batches: list[int]) -> dict[int, fl
                 raise RuntimeError(f"{way} gave completions of {lengths} tokens")
             if not all(value == value and value <= 0 for o in outputs for value in o.outputs[0].logprobs.logprobs):
                 raise RuntimeError(f"{way} gave log-probs that are none")
-        found[batch] = batch * COMPLETION / median(times[1:])
+        yield batch, batch * COMPLETION / median(times[1:])
+
+
+def measured(way: str, size: str, root: Path, batches: list[int]) -> dict[int, float]:
+    """What `measure` finds in a process of its own, printed as it comes; what it had found if it fails."""
+    command = [sys.executable, "-m", "benchmarks.rollout", "--child", way, size, str(root), "--batches"]
+    found: dict[int, float] = {}
+    with (
+        (root / f"{way}.log").open("w+") as log,
+        subprocess.Popen([*command, *map(str, batches)], stdout=subprocess.PIPE, stderr=log, text=True) as child,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("FOUND "):
+                batch, tokens_per_s = json.loads(line.removeprefix("FOUND "))
+                found[batch] = tokens_per_s
+                print(f"{size} {way} batch {batch}: {tokens_per_s:.0f} tokens/s", flush=True)  # noqa: T201
+        if child.wait():
+            log.seek(0)
+            print(way, "failed:", log.read()[-1500:], flush=True)  # noqa: T201
     return found
 
 
@@ -192,39 +212,34 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         way, size, folder = args.child
-        print("FOUND", json.dumps(measure(way, size, Path(folder), args.batches)))  # noqa: T201
+        for batch, tokens_per_s in measure(way, size, Path(folder), args.batches):
+            print("FOUND", json.dumps([batch, tokens_per_s]), flush=True)  # noqa: T201
         return
     for size in args.sizes:
-        found: dict[str, dict[str, float]] = {}
+        found: dict[str, dict[int, float]] = {}
         with TemporaryDirectory() as temporary:
             root = Path(temporary)
             write_nvfp4(root / "nvfp4", size)
             write_config(root / "bf16", size, None)
             write_adapter(root / "adapter", size)
             for way in args.ways:
-                command = [sys.executable, "-m", "benchmarks.rollout", "--child", way, size, str(root), "--batches"]
-                done = subprocess.run(
-                    [*command, *map(str, args.batches)], capture_output=True, text=True, timeout=900, check=False
-                )
-                lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-                if not lines:
-                    print(way, "failed:", done.stderr[-1500:], flush=True)  # noqa: T201
-                    continue
-                found[way] = json.loads(lines[-1].removeprefix("FOUND "))
-                print(size, way, found[way], flush=True)  # noqa: T201
-        rows = []
-        for batch in map(str, args.batches):
-            peers = {way: values[batch] for way, values in found.items() if way != "ours"}
-            factor = GOALS.get(size, {}).get(int(batch), 1.0)
-            row = Row(
-                f"{size}/batch{batch}", "tokens_per_s", "higher", found["ours"][batch], peers,
-                goal=f"{factor} x vllm_bf16_lora, above vllm_humming_lora",
-            )  # fmt: skip
-            if {"vllm_bf16_lora", "vllm_humming_lora"} <= peers.keys():
-                ours, bf16, humming = row.ours, peers["vllm_bf16_lora"], peers["vllm_humming_lora"]
-                row = row.judged(lambda *_, met=ours >= factor * bf16 and ours > humming: met)
-            rows.append(row)
-        print(write("rollout", args.machine, rows))  # noqa: T201
+                found[way] = measured(way, size, root, args.batches)
+        print(write("rollout", args.machine, rows_of(size, found)))  # noqa: T201
+
+
+def rows_of(size: str, found: dict[str, dict[int, float]]) -> list[Row]:
+    """Ours by batch beside what the others did."""
+    rows = []
+    for batch, ours in found["ours"].items():
+        peers = {way: values[batch] for way, values in found.items() if way != "ours" and batch in values}
+        factor = GOALS.get(size, {}).get(batch, 1.0)
+        goal = f"{factor} x vllm_bf16_lora, above vllm_humming_lora"
+        row = Row(f"{size}/batch{batch}", "tokens_per_s", "higher", ours, peers, goal=goal)
+        if {"vllm_bf16_lora", "vllm_humming_lora"} <= peers.keys():
+            met = ours >= factor * peers["vllm_bf16_lora"] and ours > peers["vllm_humming_lora"]
+            row = replace(row, met=met)
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":
