@@ -192,8 +192,8 @@ def eager(weight: NVFP4Weight) -> list[Callable[[Tensor], Tensor]]:
 
 
 @functools.cache
-def _table() -> Tensor:
-    return torch.tensor(E2M1 + tuple(-magnitude for magnitude in E2M1), device="cuda")
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(E2M1 + tuple(-magnitude for magnitude in E2M1), device=device)
 
 
 def eager_decode(weight: NVFP4Weight) -> Tensor:
@@ -201,7 +201,7 @@ def eager_decode(weight: NVFP4Weight) -> Tensor:
     packed = weight.packed_NJ
     code = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).long()
     scale = weight.block_scale_NS.float() * weight.tensor_scale
-    return (_table()[code] * scale.repeat_interleave(BLOCK, dim=-1)).to(BF16)
+    return (_table(code.device)[code] * scale.repeat_interleave(BLOCK, dim=-1)).to(BF16)
 
 
 # What is measured

@@ -18,6 +18,7 @@ PACKAGES = (
     "peft",
     "triton",
     "vllm",
+    "trl",
     "bitsandbytes",
     "liger-kernel",
     "fastapi",

@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -53,7 +53,7 @@ def write_config(folder: Path, size: str, quantization: dict[str, Any] | None) -
 
     sizes: dict[str, Any] = dict(SIZES[size])
     config = Qwen2Config(**sizes, tie_word_embeddings=False, max_position_embeddings=32768)
-    made = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16"}
+    made = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}
     if quantization:
         made["quantization_config"] = quantization
     folder.mkdir()
@@ -73,32 +73,44 @@ def linears_of(size: str) -> dict[str, tuple[int, int]]:
 
 
 def write_nvfp4(folder: Path, size: str) -> None:
-    """A folder as `quantize_folder` writes it, of random codes, made on the GPU, a file a block."""
-    from safetensors.torch import save_file
-
+    """A folder as `quantize_folder` writes it, of random codes."""
     from qerl_core.quant.checkpoint import _quantization_config
 
+    def linear(rows: int, cols: int) -> dict[str, torch.Tensor]:
+        scale = (torch.rand(rows, cols // 16, device=DEVICE) * 320 + 64).to(torch.float8_e4m3fn)
+        return {
+            "weight_packed": torch.randint(256, (rows, cols // 2), dtype=torch.uint8, device=DEVICE),
+            "weight_scale": scale,
+            "weight_global_scale": torch.tensor([192 * 2.6 / 0.02]),
+        }
+
     write_config(folder, size, _quantization_config("lm_head"))
+    write_weights(folder, size, linear)
+
+
+def write_bf16(folder: Path, size: str) -> None:
+    """A folder as `save_pretrained` writes it, of random BF16 weights."""
+    write_config(folder, size, None)
+    write_weights(folder, size, lambda rows, cols: {"weight": normal(rows, cols)})
+
+
+def write_weights(folder: Path, size: str, linear: Callable[[int, int], dict[str, torch.Tensor]]) -> None:
+    """Random weights made on the GPU, a file a block; `linear` makes a projection's tensors but for its bias."""
+    from safetensors.torch import save_file
+
     shape, weight_map = SIZES[size], {}
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
 
     def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / name)
+        made = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+        save_file(made, folder / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return (torch.randn(*sizes, device=DEVICE) * 0.02).bfloat16()
 
     for layer in range(shape["num_hidden_layers"]):
         tensors: dict[str, torch.Tensor] = {}
         prefix = f"model.layers.{layer}."
         for name, (rows, cols) in linears_of(size).items():
-            scale = (torch.rand(rows, cols // 16, device=DEVICE) * 320 + 64).to(torch.float8_e4m3fn)
-            tensors[f"{prefix}{name}.weight_packed"] = torch.randint(
-                256, (rows, cols // 2), dtype=torch.uint8, device=DEVICE
-            )
-            tensors[f"{prefix}{name}.weight_scale"] = scale
-            tensors[f"{prefix}{name}.weight_global_scale"] = torch.tensor([192 * 2.6 / 0.02])
+            tensors |= {f"{prefix}{name}.{part}": tensor for part, tensor in linear(rows, cols).items()}
             if name[-6] in "qkv" and "self_attn" in name:
                 tensors[f"{prefix}{name}.bias"] = normal(rows)
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -108,6 +120,11 @@ def write_nvfp4(folder: Path, size: str) -> None:
     save("ends.safetensors", ends | {"model.norm.weight": torch.ones(hidden).bfloat16()})
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def normal(*sizes: int) -> torch.Tensor:
+    """Random BF16 of the size that weights have."""
+    return (torch.randn(*sizes, device=DEVICE) * 0.02).bfloat16()
 
 
 def write_adapter(folder: Path, size: str) -> None:
