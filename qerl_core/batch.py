@@ -38,7 +38,8 @@ def sample_batch(
 ) -> Batch:
     """`num_prompts` groups; with `max_rounds` above 1, those without signal are replaced while rounds are left (DAPO).
 
-    Should prompts with signal be too few at the end, the last groups without fill the batch.
+    Should prompts with signal be too few at the end, the last groups without fill the batch. A completion is graded as
+    soon as it has ended, so `time/grade_s` is what is left to wait for after `time/rollout_s`.
     """
     rollout = config.rollout
     sampling = Sampling(
@@ -56,10 +57,13 @@ def sample_batch(
     rounds = 0
     while rounds < rollout.max_rounds and len(teaching) < rollout.num_prompts:
         drawn = prompts.take(rollout.num_prompts - len(teaching))
-        with timed(times, "time/rollout_s"):
-            groups = engine.rollout(drawn, sampling, sigma=sigma, seed=seed + rounds * ROUND)
-        with timed(times, "time/grade_s"):
-            rewards_PG = scorer.score(groups)
+        with scorer.grading(drawn) as grading:
+            with timed(times, "time/rollout_s"):
+                groups = engine.rollout(
+                    drawn, sampling, sigma=sigma, seed=seed + rounds * ROUND, on_completion=grading.take
+                )
+            with timed(times, "time/grade_s"):
+                rewards_PG = grading.rewards()
         penalties_PG = [
             [
                 overlong_penalty(len(c.token_ids), config.overlong, max_tokens=rollout.max_completion_tokens)

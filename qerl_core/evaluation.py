@@ -46,8 +46,9 @@ def evaluate(engine: RolloutEngine, scorer: Scorer, prompts: Sequence[Prompt], c
         temperature=0.0 if samples == 1 else config.rollout.temperature,
         top_p=1.0 if samples == 1 else config.rollout.top_p,
     )
-    groups = engine.rollout(prompts, sampling, sigma=0.0, seed=SEED)
-    found = summarize(groups, scorer.score(groups))
+    with scorer.grading(prompts) as grading:
+        groups = engine.rollout(prompts, sampling, sigma=0.0, seed=SEED, on_completion=grading.take)
+        found = summarize(groups, grading.rewards())
     names = {"reward/mean": "eval/reward_mean", "completion/mean_tokens": "eval/mean_tokens",
              "completion/truncated_frac": "eval/truncated_frac"}  # fmt: skip
     return {names[name]: value for name, value in found.items() if name in names}

@@ -25,7 +25,7 @@ from qerl_core.policy.source import local_folder
 from qerl_core.policy.update import Policy
 from qerl_core.rollout.choice import chosen, open_engine
 from qerl_core.scoring import Scorer
-from qerl_core.sharding import ShardedEngine, ShardedPool
+from qerl_core.sharding import ShardedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
         observer.on_checkpoint(policy.position.step, checkpoint)
 
     with GraderPool(config.grader) as pool:
-        scorer = Scorer(ShardedPool(pool))
+        scorer = Scorer(pool)
         if held_out and not checkpoint:
             observer.on_phase("evaluating")
             if distributed.agreed(observer.on_step(0, evaluate(engine, scorer, held_out, config))):

@@ -1,45 +1,78 @@
-"""Completions to rewards. A failed grader is an error that is counted, never a reward."""
+"""Completions to rewards, while others are still sampled. A failed grader is an error that is counted, never a reward.
+
+P = prompts, G = completions a prompt.
+"""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import groupby
 from statistics import fmean
-from typing import Protocol
 
+from qerl_core import distributed
 from qerl_core.errors import GraderFailed
-from qerl_core.graders.runner import GradeRequest
+from qerl_core.graders.runner import GradeRequest, GraderPool
 from qerl_core.observer import Metrics
-from qerl_core.types import Grade, Group
+from qerl_core.types import Completion, Grade, Group, Prompt
 
 WINDOW = 500
 MAX_ERROR_FRAC = 0.1
 
 
-class Grading(Protocol):
-    """Whoever turns completions into grades: a `GraderPool`, or several of them together."""
-
-    def grade(self, requests: Sequence[GradeRequest]) -> list[Grade]:
-        """A grade for each request, in order."""
-        ...
-
-
 class Scorer:
-    """Grades groups and gives up when more than a tenth of the last grades were errors."""
+    """Grades batches and gives up when more than a tenth of the last grades were errors."""
 
-    def __init__(self, pool: Grading) -> None:
+    def __init__(self, pool: GraderPool) -> None:
         self.pool = pool
         self.recent: deque[Grade] = deque(maxlen=WINDOW)
 
-    def score(self, groups: Sequence[Group]) -> list[list[float | None]]:
-        """Rewards [P][G]; None where the grader failed. GraderFailed with the first errors if that is too often."""
-        requests = [GradeRequest(group.prompt.item, c.text) for group in groups for c in group.completions]
-        grades = self.pool.grade(requests)
+    @contextmanager
+    def grading(self, prompts: Sequence[Prompt]) -> Iterator["Grading"]:
+        """A batch, graded inside while it is sampled. What has no grade yet when an error leaves it is cancelled."""
+        batch = Grading(self, prompts)
+        try:
+            yield batch
+        finally:
+            batch.cancel()
+
+    def count(self, grades: Sequence[Grade]) -> None:
+        """Take note of a batch's grades. GraderFailed with the first errors if there are too many."""
         self.recent.extend(grades)
         errors = [grade for grade in self.recent if grade.reward is None]
         if len(errors) > MAX_ERROR_FRAC * len(self.recent):
             kinds = "; ".join(dict.fromkeys(f"{grade.error_type}: {grade.error}" for grade in errors))
             raise GraderFailed(f"{len(errors)} of the last {len(self.recent)} grades were errors. {kinds[:2000]}")
-        rewards = iter([grade.reward for grade in grades])
-        return [[next(rewards) for _ in group.completions] for group in groups]
+
+
+class Grading:
+    """The grades to come of a batch's completions."""
+
+    def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
+        self.scorer = scorer
+        self.prompts = prompts
+        self._grades: dict[tuple[int, int], Future[Grade]] = {}
+
+    def take(self, place: int, number: int, completion: Completion) -> None:
+        """Start to grade a completion: what an engine is given as `on_completion`."""
+        assert (place, number) not in self._grades
+        request = GradeRequest(self.prompts[place].item, completion.text)
+        self._grades[place, number] = self.scorer.pool.submit(request)
+
+    def rewards(self) -> list[list[float | None]]:
+        """Rewards [P][G] when all are there, those of other processes too; None where the grader failed.
+
+        In the order of places and numbers, whatever ended first. GraderFailed: see `Scorer.count`.
+        """
+        mine = [(place, self._grades[place, number].result()) for place, number in sorted(self._grades)]
+        grades = distributed.gathered(mine)
+        self.scorer.count([grade for _, grade in grades])
+        return [[grade.reward for _, grade in group] for _, group in groupby(grades, key=lambda graded: graded[0])]
+
+    def cancel(self) -> None:
+        """Grade nothing more."""
+        for grade in self._grades.values():
+            grade.cancel()
 
 
 def summarize(groups: Sequence[Group], rewards_PG: Sequence[Sequence[float | None]]) -> Metrics:

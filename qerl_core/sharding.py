@@ -1,11 +1,10 @@
-"""An engine and graders of which each process runs its part, and all have the whole. See `distributed.py`."""
+"""An engine of which each process runs its part, and all have the whole. See `distributed.py`."""
 
 from collections.abc import Sequence
 
 from qerl_core import distributed
-from qerl_core.graders.runner import GradeRequest, GraderPool
-from qerl_core.rollout.engine import RolloutEngine, Sampling
-from qerl_core.types import Grade, Group, Prompt
+from qerl_core.rollout.engine import OnCompletion, RolloutEngine, Sampling
+from qerl_core.types import Group, Prompt
 
 
 class ShardedEngine:
@@ -15,21 +14,20 @@ class ShardedEngine:
         self.engine = engine
 
     def rollout(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        sigma: float,
+        seed: int,
+        first: int = 0,
+        on_completion: OnCompletion | None = None,
     ) -> list[Group]:
-        """See `RolloutEngine`. The same groups however many processes there are."""
+        """See `RolloutEngine`. The same groups however many processes there are; each hears of its own completions."""
         mine = distributed.part(len(prompts))
-        some = prompts[mine]
-        groups = self.engine.rollout(some, sampling, sigma=sigma, seed=seed, first=first + mine.start) if some else []
+        groups: list[Group] = []
+        if some := prompts[mine]:
+            groups = self.engine.rollout(
+                some, sampling, sigma=sigma, seed=seed, first=first + mine.start, on_completion=on_completion
+            )
         return distributed.gathered(groups)
-
-
-class ShardedPool:
-    """A `GraderPool` of which each process grades its part."""
-
-    def __init__(self, pool: GraderPool) -> None:
-        self.pool = pool
-
-    def grade(self, requests: Sequence[GradeRequest]) -> list[Grade]:
-        """A grade for each request, in order."""
-        return distributed.gathered(self.pool.grade(requests[distributed.part(len(requests))]))

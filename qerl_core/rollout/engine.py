@@ -1,11 +1,14 @@
 """What samples completions. `hf_engine` is the slow twin of every other engine."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qerl_core.types import Group, Prompt
+from qerl_core.types import Completion, Group, Prompt
+
+OnCompletion = Callable[[int, int, Completion], None]
+"""Takes a completion that has ended, after its prompt's place in the batch and its own number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,22 @@ class RolloutEngine(Protocol):
     """Samples from the policy as it is, under noise or without."""
 
     def rollout(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        sigma: float,
+        seed: int,
+        first: int = 0,
+        on_completion: OnCompletion | None = None,
     ) -> list[Group]:
         """A group for each prompt, in order. Norm noise of `sigma` is drawn anew from `seed`, as the tokens are.
 
         `first` is the place of the first prompt in its batch: a completion's draws follow from `completion_seed` of
         its place and number, whatever is sampled beside it. Log-probs are of the distribution that was drawn from.
         After it, the policy is clean. RolloutFailed if the engine cannot give what was asked for.
+
+        `on_completion` is called in this thread, once for each completion that this engine samples, as soon as it has
+        ended while others are still sampled; what it raises ends the rollout.
         """
         ...

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from qerl_core.errors import RolloutFailed
 from qerl_core.policy.model import PolicyModel
 from qerl_core.policy.norms import NormNoise
-from qerl_core.rollout.engine import Sampling, completion_seed
+from qerl_core.rollout.engine import OnCompletion, Sampling, completion_seed
 from qerl_core.types import Completion, FinishReason, Group, Prompt
 
 
@@ -36,30 +36,50 @@ class HfEngine:
 
     @torch.no_grad()
     def rollout(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        sigma: float,
+        seed: int,
+        first: int = 0,
+        on_completion: OnCompletion | None = None,
     ) -> list[Group]:
         """See `RolloutEngine`."""
-        prompts_at_once = max(1, self.max_sequences // sampling.num_completions)
         was_training = self.model.causal.training
         self.model.causal.eval()
         try:
             if sigma == 0:
-                return self._groups(prompts, prompts_at_once, sampling, seed, first)
+                return self._groups(prompts, sampling, seed, first, on_completion)
             self.noise = self.noise or NormNoise(self.model.causal)
             with self.noise.applied(sigma, seed):
-                return self._groups(prompts, prompts_at_once, sampling, seed, first)
+                return self._groups(prompts, sampling, seed, first, on_completion)
         finally:
             self.model.causal.train(was_training)
 
     def _groups(
-        self, prompts: Sequence[Prompt], prompts_at_once: int, sampling: Sampling, seed: int, first: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        first: int,
+        on_completion: OnCompletion | None,
     ) -> list[Group]:
+        prompts_at_once = max(1, self.max_sequences // sampling.num_completions)
         groups: list[Group] = []
         for start in range(0, len(prompts), prompts_at_once):
-            groups += self._decode(prompts[start : start + prompts_at_once], sampling, seed, first + start)
+            some = prompts[start : start + prompts_at_once]
+            groups += self._decode(some, sampling, seed, first + start, on_completion)
         return groups
 
-    def _decode(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, first: int) -> list[Group]:
+    def _decode(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        first: int,
+        on_completion: OnCompletion | None,
+    ) -> list[Group]:
         device = self.model.device
         token_ids_PL, mask_BL = _pad_left([prompt.token_ids for prompt in prompts], device)
         positions_PL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
@@ -73,6 +93,7 @@ class HfEngine:
         position_B = positions_PL[:, -1].repeat_interleave(repeat)
 
         sequences = [_Sequence() for _ in range(len(prompts) * repeat)]
+        ended: dict[int, Completion] = {}
         draws_BS = torch.stack(
             [
                 _draws(completion_seed(seed, first + p, number), sampling.max_tokens)
@@ -91,9 +112,13 @@ class HfEngine:
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.stopped = token in self.model.eos_ids
-                if not sequence.stopped:
+                if not sequence.stopped and step + 1 < sampling.max_tokens:
                     going.append(place)
-            if not going or step + 1 == sampling.max_tokens:
+                    continue
+                ended[number] = self._completion(sequence)
+                if on_completion:
+                    on_completion(first + number // repeat, number % repeat, ended[number])
+            if not going:
                 break
             if len(going) < len(live):
                 keep = torch.tensor(going, device=device)
@@ -105,7 +130,7 @@ class HfEngine:
             logits_BV = self._forward(token_B[:, None], mask_BL, position_B[:, None], cache)
 
         return [
-            Group(prompt, tuple(map(self._completion, sequences[p * repeat : (p + 1) * repeat])))
+            Group(prompt, tuple(ended[number] for number in range(p * repeat, (p + 1) * repeat)))
             for p, prompt in enumerate(prompts)
         ]
 

@@ -5,6 +5,9 @@ trainer's linears read those same tiles, its embedding and head those same matri
 in place, so CUDA graphs stay valid. `StockVllmEngine` is vLLM as it comes, with a copy of the base, its own kernels and
 an adapter folder a step: slower, on any GPU that vLLM runs on, and what the other is held to.
 
+A completion is a request of its own, so that each is there as it ends; those of a prompt share its prefill by vLLM's
+prefix cache, as they would in one request, which vLLM takes apart in the same way.
+
 In both, norm weights are float32 and written in place, clean or noisy. Log-probs are those of the tokens drawn, under
 the temperature and top-p they were drawn with.
 
@@ -26,7 +29,7 @@ from qerl_core.kernels.nvfp4_matmul import TILE, TiledWeight
 from qerl_core.policy.model import PolicyModel
 from qerl_core.policy.norms import noisy_norms, noisy_weights
 from qerl_core.quant.linear import FUSED, NVFP4Linear
-from qerl_core.rollout.engine import Sampling, completion_seed
+from qerl_core.rollout.engine import OnCompletion, Sampling, completion_seed
 from qerl_core.types import Completion, FinishReason, Group, Prompt
 
 STOCK_RANKS = (8, 16, 32, 64, 128, 256, 512)
@@ -82,36 +85,57 @@ class StockVllmEngine:
         self._request: Any = None
 
     def rollout(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        sigma: float,
+        seed: int,
+        first: int = 0,
+        on_completion: OnCompletion | None = None,
     ) -> list[Group]:
         """See `RolloutEngine`."""
-        from vllm import SamplingParams
-
-        self.load(sigma=sigma, seed=seed)
-        wanted = [
-            SamplingParams(
-                n=sampling.num_completions,
-                seed=completion_seed(seed, first + place, 0),  # to which vLLM adds a completion's number
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=sorted(self.model.eos_ids),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for place in range(len(prompts))
-        ]
-        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        numbers = range(sampling.num_completions)
+        places = {f"{p}.{number}": (p, number) for p in range(len(prompts)) for number in numbers}
+        ended: dict[tuple[int, int], Completion] = {}
         try:
-            found = self._llm.generate(requests, wanted, use_tqdm=False, lora_request=self._request)
+            self.load(sigma=sigma, seed=seed)
+            for name, (p, number) in places.items():
+                self._add(name, prompts[p], sampling, completion_seed(seed, first + p, number))
+            while self._llm.llm_engine.has_unfinished_requests():
+                for request in self._llm.llm_engine.step():
+                    p, number = places[request.request_id]
+                    (output,) = request.outputs
+                    ended[p, number] = self._completion(output)
+                    if on_completion:
+                        on_completion(first + p, number, ended[p, number])
+        except BaseException:
+            self._llm.llm_engine.abort_request(list(places))  # those that have ended it does not know any more
+            raise
         finally:
             if sigma:
                 self._write_norms(0.0, seed)
-        return [
-            Group(prompt, tuple(self._completion(output) for output in request.outputs))
-            for prompt, request in zip(prompts, found, strict=True)
-        ]
+        return [Group(prompt, tuple(ended[p, number] for number in numbers)) for p, prompt in enumerate(prompts)]
+
+    def _add(self, name: str, prompt: Prompt, sampling: Sampling, seed: int) -> None:
+        """Let vLLM sample a completion, and speak of it when it has ended."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        wanted = SamplingParams(
+            seed=seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(self.model.eos_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = tokens_input(list(prompt.token_ids))
+        self._llm.llm_engine.add_request(name, tokens, wanted, lora_request=self._request)
 
     @torch.no_grad()
     def load(self, *, sigma: float, seed: int) -> None:

@@ -1,3 +1,5 @@
+from concurrent.futures import Future
+
 import pytest
 
 from qerl_core.errors import GraderFailed
@@ -6,15 +8,27 @@ from qerl_core.types import Completion, Grade, Group, Prompt
 
 
 class FakePool:
-    """Answers with the grades it was given, in order."""
+    """Answers at once with the grades it was given, in order; without any, never."""
 
-    def __init__(self, grades):
-        self.grades = iter(grades)
-        self.asked = []
+    def __init__(self, grades=None):
+        self.grades = iter(grades or ())
+        self.asked, self.futures = [], []
 
-    def grade(self, requests):
-        self.asked += [(request.item, request.output_text) for request in requests]
-        return [next(self.grades) for _ in requests]
+    def submit(self, request):
+        self.asked.append((request.item, request.output_text))
+        self.futures.append(Future())
+        if (grade := next(self.grades, None)) is not None:
+            self.futures[-1].set_result(grade)
+        return self.futures[-1]
+
+
+def score(scorer, groups):
+    """Rewards of groups whose completions end in order."""
+    with scorer.grading([group.prompt for group in groups]) as grading:
+        for place, group in enumerate(groups):
+            for number, completion in enumerate(group.completions):
+                grading.take(place, number, completion)
+        return grading.rewards()
 
 
 def groups_of(*texts):
@@ -25,16 +39,46 @@ def groups_of(*texts):
 def test_rewards_keep_the_places_of_their_completions():
     pool = FakePool([Grade(0.1), Grade(0.2), Grade(0.3), Grade(0.4)])
 
-    rewards = Scorer(pool).score(groups_of(["a", "b"], ["c", "d"]))
+    rewards = score(Scorer(pool), groups_of(["a", "b"], ["c", "d"]))
 
     assert rewards == [[0.1, 0.2], [0.3, 0.4]]
     assert pool.asked == [({"row": 0}, "a"), ({"row": 0}, "b"), ({"row": 1}, "c"), ({"row": 1}, "d")]
 
 
+def test_rewards_have_the_same_places_whatever_ends_first():
+    [first, second] = groups_of(["a", "b"], ["c", "d"])
+    pool = FakePool([Grade(0.4), Grade(0.2), Grade(0.3), Grade(0.1)])
+    scorer = Scorer(pool)
+
+    with scorer.grading([first.prompt, second.prompt]) as grading:
+        for place, number, group in ((1, 1, second), (0, 1, first), (1, 0, second), (0, 0, first)):
+            grading.take(place, number, group.completions[number])
+        rewards = grading.rewards()
+
+    assert rewards == [[0.1, 0.2], [0.3, 0.4]]
+    assert [grade.reward for grade in scorer.recent] == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_an_error_while_sampling_cancels_what_has_no_grade():
+    [group] = groups_of(["a", "b"])
+    pool = FakePool([Grade(1.0)])
+
+    def sample():
+        with Scorer(pool).grading([group.prompt]) as grading:
+            for number, completion in enumerate(group.completions):
+                grading.take(0, number, completion)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sample()
+
+    assert [future.cancelled() for future in pool.futures] == [False, True]
+
+
 def test_a_failed_grader_is_no_reward():
     pool = FakePool([Grade(1.0)] * 19 + [Grade(None, "python_grader_runtime_error", "boom")])
 
-    [rewards] = Scorer(pool).score(groups_of(["a"] * 20))
+    [rewards] = score(Scorer(pool), groups_of(["a"] * 20))
 
     assert rewards == [1.0] * 19 + [None]
 
@@ -44,7 +88,7 @@ def test_more_than_a_tenth_of_errors_ends_the_run_with_each_kind_once():
     scorer = Scorer(FakePool([*bad, bad[0], *[Grade(1.0)] * 17]))
 
     with pytest.raises(GraderFailed, match="3 of the last 20") as caught:
-        scorer.score(groups_of(["a"] * 20))
+        score(scorer, groups_of(["a"] * 20))
 
     assert str(caught.value).count("KeyError") == 1
     assert "other_error: gone" in str(caught.value)
@@ -56,7 +100,7 @@ def test_old_errors_leave_the_window():
     scorer = Scorer(FakePool(grades))
 
     for _ in range(3):
-        assert len(scorer.score(groups_of(["a"] * 500))[0]) == 500
+        assert len(score(scorer, groups_of(["a"] * 500))[0]) == 500
 
 
 def test_a_batch_s_summary_by_hand():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from qerl_core.graders import runner
 from qerl_core.graders.runner import GradeRequest, GraderPool
 from qerl_core.graders.spec import GraderSpec
 
@@ -405,7 +407,7 @@ def test_a_zygote_that_died_between_batches_costs_nothing():
     with GraderPool(python("def grade(sample, item):\n    return os.getppid()\nimport os")) as pool:
         [before] = pool.grade([GradeRequest({}, "")])
         os.kill(int(before.reward), signal.SIGKILL)
-        wait_for(lambda: not pool._zygote.is_alive())
+        wait_for(lambda: not lives(int(before.reward)))
         [after] = pool.grade([GradeRequest({}, "")])
 
     assert after.reward not in (None, before.reward)
@@ -501,3 +503,75 @@ def test_an_interrupted_batch_does_not_answer_the_next():
         timer.join()
 
         assert [g.reward for g in pool.grade([GradeRequest({}, "2")] * 2)] == [2.0, 2.0]
+
+
+def test_a_request_starts_while_others_run():
+    spec = python("import time\ndef grade(sample, item):\n    time.sleep(float(sample['output_text'])); return 1.0")
+    with GraderPool(spec, num_workers=2) as pool:
+        slow = pool.submit(GradeRequest({}, "3"))
+        time.sleep(0.5)
+        quick = pool.submit(GradeRequest({}, "0"))
+
+        assert quick.result(2.0).reward == 1.0
+        assert not slow.done()
+        assert slow.result().reward == 1.0
+
+
+def test_what_is_cancelled_before_its_turn_is_not_graded(tmp_path):
+    source = (
+        "import time\ndef grade(sample, item):\n"
+        "    open(item['folder'] + '/' + sample['output_text'], 'w').close(); time.sleep(0.2); return 1.0\n"
+    )
+    with GraderPool(python(source), num_workers=1) as pool:
+        first, second, third = (pool.submit(GradeRequest({"folder": str(tmp_path)}, text)) for text in "123")
+        wait_for(lambda: pids_in(tmp_path))
+        assert second.cancel()
+
+        assert [first.result().reward, third.result().reward] == [1.0, 1.0]
+    assert sorted(pids_in(tmp_path)) == [1, 3]
+
+
+def test_leaving_the_pool_cancels_what_is_left():
+    spec = python("import time\ndef grade(sample, item):\n    time.sleep(60)", 60)
+    with GraderPool(spec, num_workers=2) as pool:
+        futures = [pool.submit(GradeRequest({}, "")) for _ in range(4)]
+        time.sleep(0.5)
+        started = time.monotonic()
+
+    assert time.monotonic() - started < SOON_S / 2
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(0)
+    with pytest.raises(ValueError, match="not open"):
+        pool.submit(GradeRequest({}, ""))
+
+
+def test_pools_may_be_left_as_soon_as_they_are_entered():
+    spec = spec_of(type="string_check", input="x", reference="x", operation="eq")
+    for i in range(8):
+        with GraderPool(spec) as pool:
+            future = pool.submit(GradeRequest({}, "")) if i % 2 else None
+        assert future is None or future.done()
+        assert not pool._thread.is_alive()
+
+
+def test_a_process_that_cannot_be_started_is_told_to_those_who_wait(monkeypatch, tmp_path):
+    spec = python(KILLS_ITS_PARENT)
+    with GraderPool(spec, num_workers=1) as pool:
+        monkeypatch.setattr(runner, "zygote_command", lambda channel, folder: [str(tmp_path / "nothing")])
+        with pytest.raises(FileNotFoundError):
+            pool.grade([GradeRequest({"flag": str(tmp_path / "flag")}, "once")])
+        monkeypatch.undo()
+
+        assert pool.grade([GradeRequest({"flag": str(tmp_path / "flag")}, "once")])[0].reward == 1.0
+
+
+def test_a_zygote_that_was_started_again_stays(tmp_path):
+    flag = {"flag": str(tmp_path / "flag")}
+    with GraderPool(python(KILLS_ITS_PARENT), num_workers=1) as pool:
+        pool.grade([GradeRequest(flag, "once")])
+        again = pool._zygote
+        time.sleep(0.2)
+
+        assert pool.grade([GradeRequest(flag, "once")])[0].reward == 1.0
+        assert pool._zygote is again

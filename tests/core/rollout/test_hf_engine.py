@@ -171,3 +171,44 @@ def test_completions_of_a_prompt_and_of_its_double_differ(make_policy):
     groups = HfEngine(policy.model).rollout(prompts_of(policy, "1+1=", "1+1="), DRAWN, sigma=0.0, seed=4)
 
     assert len(set(tokens_of(groups))) == 8
+
+
+def test_a_completion_is_told_of_once_and_while_others_are_still_sampled(make_policy):
+    policy = make_policy()
+    model, told, forwards = policy.model, [], 0
+    object.__setattr__(model, "eos_ids", frozenset({*model.eos_ids, *range(0, 256, 4)}))
+    engine = HfEngine(model, max_sequences=16)
+
+    def count(*_):
+        nonlocal forwards
+        forwards += 1
+
+    hook = model.decoder.register_forward_hook(count)
+    groups = engine.rollout(
+        prompts_of(policy, "1+1=", "2+2=", "3"), Sampling(8, 20), sigma=0.0, seed=0, first=5,
+        on_completion=lambda place, number, completion: told.append((forwards, place, number, completion)),
+    )  # fmt: skip
+    hook.remove()
+
+    by_place = {(place, number): completion for _, place, number, completion in told}
+    assert len(told) == len(by_place) == 24
+    assert by_place == {(5 + p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
+    for when, place, _, completion in told:  # as soon as it has ended: a forward for each of its tokens
+        before = 0 if place < 7 else max(when for when, place, _, _ in told if place < 7)
+        assert when - before == len(completion.token_ids)
+
+
+def test_what_a_listener_raises_ends_the_rollout_and_leaves_the_policy_clean(make_policy):
+    policy = make_policy()
+    engine, prompts = HfEngine(policy.model), prompts_of(policy, "1+1=", "2+2=")
+    policy.model.causal.train()
+    before = engine.rollout(prompts, DRAWN, sigma=0.0, seed=5)
+
+    def refuse(place, number, completion):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.rollout(prompts, DRAWN, sigma=0.05, seed=5, on_completion=refuse)
+
+    assert policy.model.causal.training
+    assert engine.rollout(prompts, DRAWN, sigma=0.0, seed=5) == before

@@ -7,7 +7,7 @@ from qerl_core.config import TrainConfig
 from qerl_core.kernels.nvfp4_matmul import is_supported
 from qerl_core.policy.update import Policy
 from qerl_core.quant.linear import NVFP4Linear
-from qerl_core.rollout.engine import Sampling
+from qerl_core.rollout.engine import Sampling, completion_seed
 from qerl_core.rollout.hf_engine import HfEngine
 from qerl_core.rollout.vllm_engine import VllmEngine
 from qerl_core.types import Prompt
@@ -190,3 +190,50 @@ def test_an_update_trains_on_the_shared_base(policy, engine):
 
     assert metrics["tokens/trained"] > 0
     assert metrics["mismatch/kl"] < 0.05
+
+
+def test_a_request_a_completion_draws_what_a_request_a_group_would(policy, engine):
+    from vllm import SamplingParams
+
+    engine.load(sigma=0.0, seed=1)
+    wanted = [
+        SamplingParams(
+            n=4, seed=completion_seed(1, place, 0), max_tokens=24, stop_token_ids=sorted(policy.model.eos_ids),
+            detokenize=False,
+        )
+        for place in range(3)
+    ]  # fmt: skip
+    requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts_of(policy)]
+    found = engine._llm.generate(requests, wanted, use_tqdm=False)
+
+    groups = engine.rollout(prompts_of(policy), DRAWN, sigma=0.0, seed=1)
+
+    assert [c.token_ids for c in flat(groups)] == [tuple(o.token_ids) for request in found for o in request.outputs]
+
+
+def test_a_completion_is_told_of_once_as_it_ends(policy, engine):
+    told, unfinished = {}, []
+
+    def hear(place, number, completion):
+        assert (place, number) not in told
+        told[place, number] = completion
+        unfinished.append(engine._llm.llm_engine.get_num_unfinished_requests())
+
+    groups = engine.rollout(prompts_of(policy), Sampling(16, 64), sigma=0.0, seed=2, first=7, on_completion=hear)
+
+    assert told == {(7 + p, number): c for p, group in enumerate(groups) for number, c in enumerate(group.completions)}
+    if any(c.finish_reason == "stop" for c in told.values()):
+        assert unfinished[0] > 0
+
+
+def test_a_rollout_that_was_broken_off_leaves_no_request_and_no_noise(policy, engine):
+    before = engine.rollout(prompts_of(policy), DRAWN, sigma=0.0, seed=1)
+
+    def refuse(place, number, completion):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.rollout(prompts_of(policy), DRAWN, sigma=0.05, seed=1, on_completion=refuse)
+
+    assert not engine._llm.llm_engine.has_unfinished_requests()
+    assert engine.rollout(prompts_of(policy), DRAWN, sigma=0.0, seed=1) == before
