@@ -225,11 +225,9 @@ class QerlEngine(StockVllmEngine):
         self._llm.wake_up()
         super().load(sigma=sigma, seed=seed)
 
-    def rollout(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, sigma: float, seed: int, first: int = 0
-    ) -> list[Group]:
+    def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, **settings: Any) -> list[Group]:
         """See `RolloutEngine`."""
-        groups = super().rollout(prompts, sampling, sigma=sigma, seed=seed, first=first)
+        groups = super().rollout(prompts, sampling, **settings)
         self.memory.look()
         self._llm.sleep(level=1)
         return groups
