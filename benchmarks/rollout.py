@@ -6,17 +6,19 @@ and a process of its own. Writes `baselines/<machine>/rollout.json`.
 """
 
 import argparse
+import faulthandler
 import json
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -38,10 +40,34 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = ("ours", "vllm_bf16_lora", "vllm_marlin_lora", "vllm_humming_lora")
-BATCHES = (1, 8, 64, 256, 512)
-PROMPT, COMPLETION, RANK = 128, 256, 32
-GOALS = {"7b": {1: 2.5, 8: 2.0, 64: 2.0, 256: 1.5, 512: 1.5}, "32b": {1: 2.0, 8: 2.0, 64: 2.0, 256: 1.3}}
+PROMPT, RANK = 128, 32
+CASES = ("1x256", "8x256", "64x256", "256x256", "512x256", "64x2048")
+GOALS = {
+    "7b": {"1x256": 2.0, "8x256": 2.0, "64x256": 2.0, "256x256": 1.5, "512x256": 1.5, "64x2048": 2.0},
+    "32b": {"1x256": 2.0, "8x256": 2.0, "64x256": 2.0, "256x256": 1.3},
+}
 """Times `vllm_bf16_lora`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many completions at once, of so many tokens each."""
+
+    batch: int
+    completion: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of `64x256`."""
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.completion}"
+
+    @property
+    def repeats(self) -> int:
+        """One where it is long."""
+        return 3 if self.completion <= 512 else 1
 
 
 # Models of random weights
@@ -147,75 +173,117 @@ def write_adapter(folder: Path, size: str) -> None:
 # One way, in a process of its own
 
 
-def measure(way: str, size: str, root: Path, batches: list[int]) -> Iterator[tuple[int, float]]:
-    """Batch and tokens a second: the median of three, after one that is not counted."""
-    from vllm import LLM, SamplingParams
+def kv_bytes(size: str, cases: Sequence["Case"]) -> int:
+    """Room for the keys and values of the largest case, the same for every way."""
+    shape = SIZES[size]
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    a_token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+    return int(1.05 * a_token * max(case.batch * (PROMPT + case.completion + 16) for case in cases))
+
+
+def load(way: str, size: str, root: Path, cases: Sequence["Case"]) -> tuple[Any, dict[str, Any]]:
+    """vLLM with the model and a LoRA in it, and what `generate` is told besides."""
+    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     settings: dict[str, Any] = {
-        "dtype": "bfloat16", "max_model_len": PROMPT + COMPLETION, "max_num_seqs": max(batches), "seed": 0,
-        "gpu_memory_utilization": 0.85, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True,
+        "dtype": "bfloat16", "max_model_len": PROMPT + max(case.completion for case in cases), "seed": 0,
+        "max_num_seqs": max(case.batch for case in cases), "kv_cache_memory_bytes": kv_bytes(size, cases),
+        "gpu_memory_utilization": 0.1, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True,
     }  # fmt: skip
-    lora: dict[str, Any] = {}
     if way == "ours":
         from qerl_core.rollout import vllm_plugin
 
         vllm_plugin.register()
         vllm_plugin.use_float32_norms()
-        settings |= {
-            "model": str(root / "nvfp4"), "quantization": vllm_plugin.NAME, "additional_config": {"qerl_rank": RANK},
-        }  # fmt: skip
-    else:
-        settings |= {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
-        lora = {"lora_request": LoRARequest("policy", 1, str(root / "adapter"))}
-        if way == "vllm_bf16_lora":
-            settings |= {"model": str(root / "bf16"), "load_format": "dummy"}
-        else:
-            settings |= {"model": str(root / "nvfp4"), "linear_backend": way.split("_")[1]}
-    llm: Any = LLM(**settings)
-    if way == "ours":
+        ours = {"quantization": vllm_plugin.NAME, "additional_config": {"qerl_rank": RANK}}
+        llm: Any = LLM(model=str(root / "nvfp4"), **settings, **ours)
         (inside,) = llm.apply_model(lambda model: model)
         with torch.no_grad():
             for name, buffer in inside.named_buffers():
                 if name.endswith(("lora_a", "lora_b")):
                     buffer.normal_(std=0.02)
-    wanted = SamplingParams(
-        max_tokens=COMPLETION, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
-    )
+        return llm, {}
+    settings |= {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
+    if way == "vllm_bf16_lora":
+        settings |= {"model": str(root / "bf16"), "load_format": "dummy"}
+    else:
+        settings |= {"model": str(root / "nvfp4"), "linear_backend": way.split("_")[1]}
+    return LLM(**settings), {"lora_request": LoRARequest("policy", 1, str(root / "adapter"))}
+
+
+def measure(way: str, llm: Any, extra: dict[str, Any], case: "Case") -> float:
+    """Tokens a second: the median of the case's repeats, after one that is not counted and may be short."""
+    from vllm import SamplingParams
+
     draw = random.Random(0)
-    for batch in batches:
-        times = []
-        for _ in range(4):
-            prompts = [{"prompt_token_ids": [draw.randrange(1000, 90000) for _ in range(PROMPT)]} for _ in range(batch)]
-            started = time.monotonic()
-            outputs = llm.generate(prompts, wanted, use_tqdm=False, **lora)
-            times.append(time.monotonic() - started)
-            lengths = {len(output.outputs[0].token_ids) for output in outputs}
-            if lengths != {COMPLETION}:
-                raise RuntimeError(f"{way} gave completions of {lengths} tokens")
-            if not all(value == value and value <= 0 for o in outputs for value in o.outputs[0].logprobs.logprobs):
-                raise RuntimeError(f"{way} gave log-probs that are none")
-        yield batch, batch * COMPLETION / median(times[1:])
+    times = []
+    for length in (min(case.completion, 256), *[case.completion] * case.repeats):
+        wanted = SamplingParams(
+            max_tokens=length, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(1000, 90000) for _ in range(PROMPT)]} for _ in range(case.batch)
+        ]
+        started = time.monotonic()
+        outputs = llm.generate(prompts, wanted, use_tqdm=False, **extra)
+        times.append(time.monotonic() - started)
+        lengths = {len(output.outputs[0].token_ids) for output in outputs}
+        if lengths != {length}:
+            raise RuntimeError(f"{way} gave completions of {lengths} tokens")
+        if not all(value == value and value <= 0 for o in outputs for value in o.outputs[0].logprobs.logprobs):
+            raise RuntimeError(f"{way} gave log-probs that are none")
+    return case.batch * case.completion / median(times[1:])
 
 
-def measured(way: str, size: str, root: Path, batches: list[int]) -> dict[int, float]:
-    """What `measure` finds in a process of its own, printed as it comes; what it had found if it fails."""
-    command = [sys.executable, "-m", "benchmarks.rollout", "--child", way, size, str(root), "--batches"]
-    found: dict[int, float] = {}
-    with (
-        (root / f"{way}.log").open("w+") as log,
-        subprocess.Popen([*command, *map(str, batches)], stdout=subprocess.PIPE, stderr=log, text=True) as child,
-    ):
-        assert child.stdout is not None
-        for line in child.stdout:
+def child(way: str, size: str, root: Path, cases: Sequence["Case"]) -> None:
+    """Load, say so, and measure once the parent says that it is this way's turn."""
+    started = time.monotonic()
+    faulthandler.dump_traceback_later(60, repeat=True)  # into the log: what takes so long
+    llm, extra = load(way, size, root, cases)
+    faulthandler.cancel_dump_traceback_later()
+    print("LOADED", round(time.monotonic() - started), flush=True)  # noqa: T201
+    if not sys.stdin.readline():
+        return
+    for case in cases:
+        print("FOUND", case, measure(way, llm, extra, case), flush=True)  # noqa: T201
+
+
+class Way:
+    """A way's process. They load side by side, and are measured one at a time."""
+
+    def __init__(self, way: str, size: str, root: Path, cases: Sequence["Case"]) -> None:
+        self.way, self.size, self.log = way, size, root / f"{way}.log"
+        command = [sys.executable, "-m", "benchmarks.rollout", "--child", way, size, str(root), "--cases"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *map(str, cases)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+
+    def wait(self) -> None:
+        """Until it has loaded, or failed to."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("LOADED"):
+                print(self.size, self.way, line.strip().lower(), "s", flush=True)  # noqa: T201
+                return
+
+    def measure(self) -> dict[str, float]:
+        """Tokens a second by case, printed as they come; those that it had if it fails. Ends the process."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        found: dict[str, float] = {}
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
             if line.startswith("FOUND "):
-                batch, tokens_per_s = json.loads(line.removeprefix("FOUND "))
-                found[batch] = tokens_per_s
-                print(f"{size} {way} batch {batch}: {tokens_per_s:.0f} tokens/s", flush=True)  # noqa: T201
-        if child.wait():
-            log.seek(0)
-            print(way, "failed:", log.read()[-1500:], flush=True)  # noqa: T201
-    return found
+                _, case, tokens_per_s = line.split()
+                found[case] = float(tokens_per_s)
+                print(f"{self.size} {self.way} {case}: {found[case]:.0f} tokens/s", flush=True)  # noqa: T201
+        if self.process.wait():
+            print(self.way, "failed:", self.log.read_text()[-1500:], flush=True)  # noqa: T201
+        return found
 
 
 def main() -> None:
@@ -223,35 +291,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["7b"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(case) for case in CASES])
+    parser.add_argument("--together", type=int, default=1, help="so many ways share the GPU while they load")
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--child", nargs=3, metavar=("WAY", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         way, size, folder = args.child
-        for batch, tokens_per_s in measure(way, size, Path(folder), args.batches):
-            print("FOUND", json.dumps([batch, tokens_per_s]), flush=True)  # noqa: T201
+        child(way, size, Path(folder), args.cases)
         return
     for size in args.sizes:
-        found: dict[str, dict[int, float]] = {}
+        found: dict[str, dict[str, float]] = {}
         with TemporaryDirectory() as temporary:
             root = Path(temporary)
             write_nvfp4(root / "nvfp4", size)
             write_config(root / "bf16", size, None)
             write_adapter(root / "adapter", size)
-            for way in args.ways:
-                found[way] = measured(way, size, root, args.batches)
-        print(write("rollout", args.machine, rows_of(size, found)))  # noqa: T201
+            for some in batched(args.ways, args.together):
+                ways = [Way(way, size, root, args.cases) for way in some]
+                for way in ways:
+                    way.wait()
+                for way in ways:
+                    found[way.way] = way.measure()
+                    if "ours" in found:
+                        write("rollout", args.machine, rows_of(size, found))
 
 
-def rows_of(size: str, found: dict[str, dict[int, float]]) -> list[Row]:
-    """Ours by batch beside what the others did."""
+def batched(ways: Sequence[str], number: int) -> Iterator[Sequence[str]]:
+    """Parts of `number` each."""
+    for first in range(0, len(ways), number):
+        yield ways[first : first + number]
+
+
+def rows_of(size: str, found: dict[str, dict[str, float]]) -> list[Row]:
+    """Ours by case beside what the others did."""
     rows = []
-    for batch, ours in found["ours"].items():
-        peers = {way: values[batch] for way, values in found.items() if way != "ours" and batch in values}
-        factor = GOALS.get(size, {}).get(batch, 1.0)
+    for case, ours in found["ours"].items():
+        peers = {way: values[case] for way, values in found.items() if way != "ours" and case in values}
+        factor = GOALS.get(size, {}).get(case, 1.0)
         goal = f"{factor} x vllm_bf16_lora, above vllm_humming_lora"
-        row = Row(f"{size}/batch{batch}", "tokens_per_s", "higher", ours, peers, goal=goal)
+        row = Row(f"{size}/{case}", "tokens_per_s", "higher", ours, peers, goal=goal)
         if {"vllm_bf16_lora", "vllm_humming_lora"} <= peers.keys():
             met = ours >= factor * peers["vllm_bf16_lora"] and ours > peers["vllm_humming_lora"]
             row = replace(row, met=met)
