@@ -1,4 +1,4 @@
-"""`qerl`: up, doctor, demo, quantize. What goes wrong at a start is a line and status 2, never a traceback."""
+"""`qerl`: up, doctor, demo, quantize, keys. What goes wrong at a start is a line and status 2, never a traceback."""
 
 import argparse
 import importlib.metadata
@@ -16,6 +16,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from app.embedded import EmbeddedStack, StackError, redis_server
+from app.keys.commands import add_keys
 from app.models import catalog
 from app.settings import Settings
 from qerl_core.config import RoundingMethod
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_doctor(commands)
     add_quantize(commands)
+    add_keys(commands)
     return top
 
 

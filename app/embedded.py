@@ -23,10 +23,13 @@ from typing import Self
 import httpx
 import redis
 from alembic.util import CommandError
+from sqlalchemy import select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from app import guard
+from app.db import make_engine
+from app.keys.models import ApiKey
 from app.migrate import upgrade
 from app.models import catalog
 from app.settings import Settings
@@ -122,7 +125,6 @@ class EmbeddedStack:
 
     def _start(self) -> None:
         settings = self.settings
-        _refuse_public(settings.host)
         try:
             catalog.read(settings.models_file)
         except catalog.BadModelsFile as error:
@@ -133,19 +135,21 @@ class EmbeddedStack:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StackError(f"{settings.home} is in use by another stack; set QERL_HOME to another folder") from None
+        prepare_database(settings.database_url)
+        _refuse_public(settings)
         listener = self._resources.enter_context(_bind(settings.host, settings.port))
         host, port = listener.getsockname()[:2]
         if "redis_url" in settings.model_fields_set:
             _await_redis(settings.redis_url)
         else:
             settings = settings.model_copy(update={"redis_url": self._start_redis()})
-        _migrate(settings.database_url)
         _check_store(settings.store_url)
         env = {**os.environ, **environment(settings.model_copy(update={"port": port}))}
+        without_key = {name: value for name, value in env.items() if name != "QERL_ADMIN_KEY"}
         serve = (sys.executable, "-m", "app.serve", str(listener.fileno()))
         self._add("api", serve, env=env, pass_fds=(listener.fileno(),))
         listener.close()
-        self._add("worker", worker_command("embedded"), env=env)
+        self._add("worker", worker_command("embedded"), env=without_key)
         self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._await_ready()
 
@@ -223,8 +227,10 @@ def worker_command(name: str) -> tuple[str, ...]:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The variables that give another process these settings."""
+    """The variables that give another process these settings, secrets included."""
     values = settings.model_dump(mode="json", exclude_none=True)
+    if settings.admin_key is not None:
+        values["admin_key"] = settings.admin_key.get_secret_value()
     return {
         f"QERL_{name.upper()}": value if isinstance(value, str) else json.dumps(value) for name, value in values.items()
     }
@@ -243,13 +249,28 @@ def redis_server() -> str | None:
     return None
 
 
-def _refuse_public(host: str) -> None:
+def _refuse_public(settings: Settings) -> None:
+    """StackError if others could reach a service that wants no key."""
+    host = settings.host
     try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        loopback = False
-    if not loopback:
-        raise StackError(f"host {host} is not loopback, and there are no API keys yet: use 127.0.0.1 and a tunnel")
+        local = False
+    if not local and not _has_key(settings):
+        raise StackError(
+            f"host {host} is not loopback, and there is no API key yet: make one with `qerl keys create NAME`"
+        )
+
+
+def _has_key(settings: Settings) -> bool:
+    if settings.admin_key is not None:
+        return True
+    engine = make_engine(settings.database_url)
+    try:
+        with engine.execution_options(read_only=True).connect() as connection:
+            return connection.scalar(select(ApiKey.id).limit(1)) is not None
+    finally:
+        engine.dispose()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -289,7 +310,8 @@ def _public(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else "QERL_REDIS_URL"
 
 
-def _migrate(url: str) -> None:
+def prepare_database(url: str) -> None:
+    """Bring the database's schema to this code's. StackError in a line if it cannot be used."""
     try:
         where = make_url(url).render_as_string(hide_password=True)
         upgrade(url)

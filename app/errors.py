@@ -5,11 +5,13 @@ ServiceError             500 server_error
 │   ├── NotFound         404 code not_found
 │   ├── JobConflict      400 code job_conflict: the job's state forbids it
 │   └── TooLarge         413 code file_too_large
+├── Unauthorized         401 code invalid_api_key
+├── Forbidden            403 code insufficient_permissions
 ├── Unavailable          503 server_error: a part that is needed is away
 └── LeaseLost            never seen by a client: this attempt has been superseded
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ServiceError(Exception):
@@ -59,6 +61,23 @@ class TooLarge(BadRequest):
 
     status = 413
     code = "file_too_large"
+
+
+class Unauthorized(ServiceError):
+    """No key, or none that opens anything: unknown, expired and revoked ones are told the same."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    headers: ClassVar[dict[str, str]] = {"www-authenticate": "Bearer"}
+
+
+class Forbidden(ServiceError):
+    """The key is known, and does not reach so far."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_permissions"
 
 
 class Unavailable(ServiceError):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from datetime import UTC, datetime
 
 job_id: ContextVar[str | None] = ContextVar("job_id", default=None)
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+
+SECRETS = re.compile(r"(?i)((?<![\w-])qerl-|whsec_|bearer\s+)[\w~+/.=-]{16,}")
 
 
 class JsonFormatter(logging.Formatter):
@@ -27,7 +31,12 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps({name: value for name, value in line.items() if value is not None})
+        return redacted(json.dumps({name: value for name, value in line.items() if value is not None}))
+
+
+def redacted(text: str) -> str:
+    """The same without keys and secrets, whoever wrote them there."""
+    return SECRETS.sub(lambda found: f"{found[1]}[redacted]", text)
 
 
 def setup(level: int = logging.INFO) -> None:

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager, contextmanager
 from fastapi import FastAPI
 
 from app import answers, broker, health, logs
+from app.dependencies import bearer
 from app.files.routes import router as files
 from app.jobs.routes import router as jobs
-from app.middleware import BodyLimit, RequestContext
+from app.keys.routes import router as keys
+from app.middleware import Authentication, BodyLimit, RequestContext
 from app.models.catalog import BadModelsFile, get_catalog
 from app.models.routes import router as models
 from app.settings import get_settings
@@ -33,10 +35,12 @@ def create_app() -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(BodyLimit)
+    app.add_middleware(Authentication)
     app.add_middleware(RequestContext)  # added last, so it is the outermost
     answers.install(app)
-    for router in (files, jobs, models, health.router):
-        app.include_router(router)
+    for router in (files, jobs, models, keys):
+        app.include_router(router, dependencies=[bearer])
+    app.include_router(health.router)
     return app
 
 

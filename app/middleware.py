@@ -4,14 +4,18 @@ import logging
 import re
 import time
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as Scope_
 
 from app import logs
 from app.answers import UPLOADS, answer
+from app.callers import Scope, acting_for
 from app.ids import new_id
+from app.keys import service as keys
 from app.settings import get_settings
 
 logger = logging.getLogger(__name__)
@@ -19,6 +23,9 @@ logger = logging.getLogger(__name__)
 HEADER = "x-request-id"
 SANE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 PROBES = frozenset({"/livez", "/readyz"})
+PUBLIC = PROBES | {"/docs", "/openapi.json"}
+"""What tells nothing of anybody's."""
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
 MAX_JSON_BYTES = 4 * 1024**2
 MULTIPART_BYTES = 64 * 1024
 """What an upload's body may have beyond its file: boundaries, other fields."""
@@ -30,7 +37,7 @@ class RequestContext:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope_, receive: Receive, send: Send) -> None:
         """Handle a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -62,13 +69,36 @@ class RequestContext:
                 logger.log(level, "%s %s %s %.0f ms", scope["method"], scope["path"], status or "gone", taken_ms)
 
 
+class Authentication:
+    """Nobody gets past without a key, once there are keys: not to a route, nor to learn that there is none.
+
+    It stands before the body is read, so that strangers cannot fill the disk, and around all routes, so that none
+    can be left out. The scope follows from the method; a route that wants more asks for it itself.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope_, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] not in ("http", "websocket") or scope["path"] in PUBLIC:
+            await self.app(scope, receive, send)
+            return
+        authorization = Headers(scope=scope).get("authorization")
+        server = scope.get("server")
+        caller = await run_in_threadpool(keys.authenticate, authorization, reached_at=server and server[0])
+        with acting_for(caller):
+            keys.permit(caller, Scope.READ if scope.get("method", "GET") in READING else Scope.WRITE)
+            await self.app(scope, receive, send)
+
+
 class BodyLimit:
     """Stops reading a body at its limit, whatever length it claims: 413."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope_, receive: Receive, send: Send) -> None:
         """Handle a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)

@@ -4,7 +4,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -28,9 +28,11 @@ class Settings(BaseSettings):
     models_file: Path = Path("models.toml")
     """The allow-list of base models."""
     host: str = "127.0.0.1"
-    """Where the API listens. There are no API keys yet, so anything but loopback is refused."""
+    """Where the API listens. Anything but loopback is refused until there is an API key."""
     port: int = Field(8000, ge=0, le=65535)
     """0 takes a free one."""
+    admin_key: SecretStr | None = Field(None, min_length=24, max_length=512)
+    """A key with the admin scope, for those who set up the service by variables: a long random text."""
     organization: str = "local"
     """The third part of a fine-tuned model's name."""
     max_upload_bytes: int = Field(512 * 1024**2, gt=0)

@@ -3,10 +3,11 @@
 from sqlalchemy import BigInteger, String
 from sqlalchemy.orm import Mapped, mapped_column
 
+from app.callers import Owned
 from app.db import Base, now
 
 
-class File(Base):
+class File(Owned, Base):
     """A data set that was checked while it was uploaded: a row exists only for a good one."""
 
     __tablename__ = "files"

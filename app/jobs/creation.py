@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from app.callers import current_owner
 from app.db import now, transaction
 from app.errors import BadRequest
 from app.files.models import File
@@ -121,16 +122,17 @@ def _check_grader(spec: GraderSpec, files: dict[str, File]) -> None:
 
 
 def _known(session: Session, repeat: Repeat, arrived_at: float) -> Job | None:
-    """The job that the same create has made before."""
+    """The job that the same create of the same owner has made before; an admin sees others' too, and repeats none."""
+    own = Job.owner == current_owner()
     if repeat.key is not None:
-        job = session.scalar(select(Job).where(Job.idempotency_key == repeat.key))
+        job = session.scalar(select(Job).where(own, Job.idempotency_key == repeat.key))
         if job is not None and job.fingerprint != repeat.fingerprint:
             raise BadRequest(
                 "This Idempotency-Key was used for another body: use a new key for a new job.",
                 code="idempotency_key_reused",
             )
         return job
-    same = select(Job).where(Job.fingerprint == repeat.fingerprint, Job.idempotency_key.is_(None))
+    same = select(Job).where(own, Job.fingerprint == repeat.fingerprint, Job.idempotency_key.is_(None))
     if repeat.retried:
         same = same.where(Job.created_at >= now() - RETRY_WINDOW_S)
     else:  # it may itself be the one that was given up: then its retry has come first

@@ -2,21 +2,23 @@
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, String, Text
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
+from app.callers import Owned
 from app.db import Base, now
 from app.jobs.state import JobState
 
 _STATES = ", ".join(f"'{state}'" for state in JobState)
 
 
-class Job(Base):
+class Job(Owned, Base):
     """A fine-tuning job. Its state is changed by `service.enter` alone."""
 
     __tablename__ = "jobs"
     __table_args__ = (
         CheckConstraint(f"state IN ({_STATES})", name="jobs_state"),
+        UniqueConstraint("owner", "idempotency_key", name="jobs_idempotency_key_of_owner_key"),
         Index("jobs_by_state", "state", "created_at"),
         Index("jobs_by_fingerprint", "fingerprint", "created_at"),
     )
@@ -34,7 +36,7 @@ class Job(Base):
     """What the client sent, with resolved values: method, hyperparameters, metadata, warnings."""
     config: Mapped[dict[str, Any]] = mapped_column(JSON)
     """The `TrainConfig`; its data paths are keys of the store."""
-    idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))
     """The client's name for this create: the same again is answered with this job."""
     fingerprint: Mapped[str | None] = mapped_column(String(64))
     """sha256 of the create's body."""

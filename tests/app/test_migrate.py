@@ -8,7 +8,8 @@ from alembic.util import CommandError
 from sqlalchemy import inspect, text
 
 import app.files.models
-import app.jobs.models  # noqa: F401 - both fill Base.metadata
+import app.jobs.models
+import app.keys.models  # noqa: F401 - they fill Base.metadata
 from app.db import Base, make_engine
 from app.migrate import current_is_head, downgrade, schema_fault, upgrade
 
@@ -47,7 +48,36 @@ def test_two_upgrades_at_once_are_one(database_url, engine):
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert current_is_head(engine)
     with engine.connect() as connection:
-        assert connection.scalars(text("SELECT version_num FROM alembic_version")).all() == ["0001"]
+        assert len(connection.scalars(text("SELECT version_num FROM alembic_version")).all()) == 1
+
+
+OLD_ROWS = (
+    "INSERT INTO files VALUES ('file-1', 1, 'a.jsonl', 'fine-tune', 1, 1, 'x', 'files/1')",
+    "INSERT INTO jobs (id, created_at, state, model, training_file, fine_tuned_model, request, config,"
+    " idempotency_key, retried, attempt, losses, step, total_steps, trained_tokens)"
+    " VALUES ('ftjob-1', 1, 'queued', 'm', 'file-1', 'ft:m', '{}', '{}', 'mine', false, 0, 0, 0, 1, 0)",
+    "INSERT INTO events (id, job_id, created_at, level, type, message, data)"
+    " VALUES ('ftevent-1', 'ftjob-1', 1, 'info', 'message', 'Created', '{}')",
+)
+
+
+def test_rows_from_before_keys_are_the_default_owners_and_nothing_of_them_is_lost_either_way(database_url, engine):
+    upgrade(database_url, "0001")
+    with engine.begin() as connection:
+        for row in OLD_ROWS:
+            connection.execute(text(row))
+
+    def counts() -> list[int]:
+        with engine.connect() as connection:
+            return [connection.scalar(text(f"SELECT count(*) FROM {table}")) for table in ("files", "jobs", "events")]
+
+    upgrade(database_url)
+    with engine.connect() as connection:
+        owners = connection.scalars(text("SELECT owner FROM jobs UNION ALL SELECT owner FROM files")).all()
+    assert owners == ["default", "default"]
+    assert counts() == [1, 1, 1]
+    downgrade(database_url, "0001")
+    assert counts() == [1, 1, 1]
 
 
 def test_a_database_that_is_newer_than_the_code_is_said_in_a_line(database_url, engine):

@@ -232,7 +232,7 @@ def test_a_store_of_an_unknown_kind_is_said(refusal, monkeypatch):
 
 def test_an_address_that_others_reach_is_refused(refusal, monkeypatch):
     monkeypatch.setenv("QERL_HOST", "0.0.0.0")
-    assert "is not loopback, and there are no API keys yet" in refusal()
+    assert "is not loopback, and there is no API key yet" in refusal()
 
 
 def test_a_faulty_list_of_models_is_said(refusal, monkeypatch, tmp_path):
