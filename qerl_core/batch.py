@@ -16,8 +16,8 @@ from qerl_core.config import TrainConfig
 from qerl_core.data.prompts import PromptStream
 from qerl_core.observer import Metrics
 from qerl_core.rollout.engine import RolloutEngine, Sampling
-from qerl_core.scoring import Scorer, summarize
-from qerl_core.types import Group
+from qerl_core.scoring import Scorer, by_grader, summarize
+from qerl_core.types import Grade, Group
 
 ROUND = 2**40
 """Between the seeds of a step's rounds: far above any step's."""
@@ -53,6 +53,7 @@ def sample_batch(
     seen_rewards: list[list[float | None]] = []
     teaching: list[tuple[Group, Tensor]] = []
     idle: list[tuple[Group, Tensor]] = []
+    grades: list[Grade] = []
     penalties: list[float] = []
     rounds = 0
     while rounds < rollout.max_rounds and len(teaching) < rollout.num_prompts:
@@ -80,10 +81,11 @@ def sample_batch(
             (teaching if teaches else idle).append((group, advantages_G))
         seen += groups
         seen_rewards += rewards_PG
+        grades += grading.grades
         penalties += [penalty for row in penalties_PG for penalty in row]
         rounds += 1
     chosen = teaching + idle[len(idle) - (rollout.num_prompts - len(teaching)) :]
-    metrics = summarize(seen, seen_rewards) | times
+    metrics = summarize(seen, seen_rewards) | by_grader(grades) | times
     metrics |= {"groups/sampled": float(len(seen)), "groups/rounds": float(rounds)}
     if config.overlong:
         metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)

@@ -18,7 +18,7 @@ from qerl_core.calibration import calibration_text
 from qerl_core.config import TrainConfig
 from qerl_core.data.chat import render_prompts
 from qerl_core.data.rows import read_rows
-from qerl_core.graders.runner import GraderPool
+from qerl_core.graders.pools import open_pool
 from qerl_core.observer import Metrics
 from qerl_core.policy.model import PolicyModel, base_name, eos_ids, follow_autocast, open_base
 from qerl_core.rollout.engine import RolloutEngine, Sampling
@@ -63,7 +63,7 @@ def compare(config: TrainConfig, adapter: Path, cache: Path) -> dict[str, Metric
     follow_autocast(peft)
     model = PolicyModel(peft, causal, tokenizer, eos_ids(causal, tokenizer), base_name(config.model))
     engine = HfEngine(model)
-    with GraderPool(config.grader) as pool:
+    with open_pool(config.grader) as pool:
         scorer = Scorer(pool)
         with peft.disable_adapter():
             base = evaluate(engine, scorer, prompts, config)

@@ -16,7 +16,7 @@ from qerl_core.data.prompts import PromptStream
 from qerl_core.data.rows import read_rows
 from qerl_core.errors import NoLearningSignal
 from qerl_core.evaluation import evaluate, held_out_prompts
-from qerl_core.graders.runner import GraderPool
+from qerl_core.graders.pools import open_pool
 from qerl_core.observer import Metrics, NullObserver, Observer
 from qerl_core.policy.memory import gpu_bytes, read_config, require_memory, sizes_of
 from qerl_core.policy.model import default_device
@@ -62,7 +62,7 @@ def train(config: TrainConfig, folder: Path, observer: Observer, *, cache: Path)
     if checkpoint:  # the run may have died before anyone heard of it
         observer.on_checkpoint(policy.position.step, checkpoint)
 
-    with GraderPool(config.grader) as pool:
+    with open_pool(config.grader) as pool:
         scorer = Scorer(pool)
         if held_out and not checkpoint:
             observer.on_phase("evaluating")

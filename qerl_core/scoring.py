@@ -12,7 +12,8 @@ from statistics import fmean
 
 from qerl_core import distributed
 from qerl_core.errors import GraderFailed
-from qerl_core.graders.runner import GradeRequest, GraderPool
+from qerl_core.graders.multi import Pool
+from qerl_core.graders.runner import GradeRequest
 from qerl_core.observer import Metrics
 from qerl_core.types import Completion, Grade, Group, Prompt
 
@@ -23,7 +24,7 @@ MAX_ERROR_FRAC = 0.1
 class Scorer:
     """Grades batches and gives up when more than a tenth of the last grades were errors."""
 
-    def __init__(self, pool: GraderPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.recent: deque[Grade] = deque(maxlen=WINDOW)
 
@@ -52,6 +53,8 @@ class Grading:
         self.scorer = scorer
         self.prompts = prompts
         self._grades: dict[tuple[int, int], Future[Grade]] = {}
+        self.grades: list[Grade] = []
+        """All of the batch, once `rewards` has been asked for."""
 
     def take(self, place: int, number: int, completion: Completion) -> None:
         """Start to grade a completion: what an engine is given as `on_completion`."""
@@ -66,13 +69,28 @@ class Grading:
         """
         mine = [(place, self._grades[place, number].result()) for place, number in sorted(self._grades)]
         grades = distributed.gathered(mine)
-        self.scorer.count([grade for _, grade in grades])
+        self.grades = [grade for _, grade in grades]
+        self.scorer.count(self.grades)
         return [[grade.reward for _, grade in group] for _, group in groupby(grades, key=lambda graded: graded[0])]
 
     def cancel(self) -> None:
         """Grade nothing more."""
         for grade in self._grades.values():
             grade.cancel()
+
+
+def by_grader(grades: Sequence[Grade]) -> Metrics:
+    """The mean reward and the part of errors of each grader in a `multi`, and the tokens that judges took."""
+    metrics: Metrics = {}
+    for name in dict.fromkeys(name for grade in grades for name in grade.parts):
+        parts = [grade.parts[name] for grade in grades if name in grade.parts]
+        rewards = [part.reward for part in parts if part.reward is not None]
+        metrics[f"grader/{name}/error_frac"] = 1 - len(rewards) / len(parts)
+        if rewards:
+            metrics[f"grader/{name}/mean"] = fmean(rewards)
+    if tokens := sum(count for grade in grades for count in grade.num_tokens.values()):
+        metrics["tokens/judge"] = float(tokens)
+    return metrics
 
 
 def summarize(groups: Sequence[Group], rewards_PG: Sequence[Sequence[float | None]]) -> Metrics:

@@ -1,6 +1,7 @@
 """The values that move through the loop. Torch-free: tokens and log-probs are plain tuples."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Item = dict[str, Any]
@@ -51,3 +52,7 @@ class Grade:
     """OpenAI's name of the error, such as `python_grader_runtime_error`."""
     error: str | None = None
     """What happened, with the traceback of the user's code if there is one."""
+    parts: Mapping[str, "Grade"] = field(default_factory=dict)
+    """The grades of a `multi`'s graders by name."""
+    num_tokens: Mapping[str, int] = field(default_factory=dict)
+    """What a judge's models were paid for, by model."""

@@ -148,7 +148,7 @@ class Reinforcement(Block):
     """How completions are graded and the model trained."""
 
     grader: GraderSpec
-    """What scores a completion: string_check, math or python."""
+    """What scores a completion: string_check, text_similarity, format, math, python, reasoning_gym or multi."""
     hyperparameters: Hyperparameters = Hyperparameters()
     response_format: Unsupported = None
     """Completions are free text."""

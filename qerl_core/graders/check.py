@@ -1,12 +1,28 @@
 """What can be known about a grader before it runs: no user code is executed here."""
 
 import ast
+import json
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
-from qerl_core.graders import template
+from qerl_core.graders import formula, template
 from qerl_core.graders.failure import GradeFailure
-from qerl_core.graders.spec import GraderSpec, MathSpec, PythonSpec, StringCheckSpec
+from qerl_core.graders.format import compiled
+from qerl_core.graders.reasoning_gym import INSTALL
+from qerl_core.graders.spec import (
+    FormatSpec,
+    GraderSpec,
+    MathSpec,
+    MultiSpec,
+    PythonSpec,
+    ReasoningGymSpec,
+    StringCheckSpec,
+    TextSimilaritySpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +30,19 @@ class Problem:
     """Why a grader cannot work."""
 
     field: str
-    """The field of the grader's spec."""
+    """The field of the grader's spec; dotted inside a `multi`."""
     message: str
 
 
 def check_grader(spec: GraderSpec) -> list[Problem]:
     """Everything that would make each of its calls fail; empty if nothing is found."""
-    if isinstance(spec, PythonSpec):
-        problem = _python_problem(spec.source)
-        return [Problem("source", problem)] if problem else []
     problems = []
+    if isinstance(spec, MultiSpec):
+        for name, part in spec.graders.items():
+            problems += [Problem(f"graders.{name}.{inner.field}", inner.message) for inner in check_grader(part)]
+    own = _own_problem(spec)
+    if own:
+        problems.append(own)
     for field, text in _templates(spec).items():
         try:
             template.variables(text)
@@ -38,6 +57,12 @@ def item_paths(spec: GraderSpec) -> dict[str, str]:
     GradeFailure if a template does not parse.
     """
     paths: dict[str, str] = {}
+    if isinstance(spec, MultiSpec):
+        for name, part in spec.graders.items():
+            for path, field in item_paths(part).items():
+                paths.setdefault(path, f"graders.{name}.{field}")
+    if isinstance(spec, ReasoningGymSpec):
+        paths = {"answer": "dataset", "metadata": "dataset"}
     for field, text in _templates(spec).items():
         for name in template.variables(text):
             root, _, path = name.partition(".")
@@ -47,9 +72,50 @@ def item_paths(spec: GraderSpec) -> dict[str, str]:
 
 
 def _templates(spec: GraderSpec) -> dict[str, str]:
-    if isinstance(spec, StringCheckSpec):
+    if isinstance(spec, StringCheckSpec | TextSimilaritySpec):
         return {"input": spec.input, "reference": spec.reference}
+    if isinstance(spec, FormatSpec | ReasoningGymSpec):
+        return {"input": spec.input}
     return {"reference": spec.reference} if isinstance(spec, MathSpec) else {}
+
+
+def _own_problem(spec: GraderSpec) -> Problem | None:
+    """What is wrong with a grader apart from its templates."""
+    try:
+        match spec:
+            case PythonSpec(source=source):
+                problem = _python_problem(source)
+                return Problem("source", problem) if problem else None
+            case FormatSpec(pattern=pattern):
+                compiled(pattern)
+            case MultiSpec(calculate_output=text, graders=graders):
+                unknown = sorted(formula.names(text) - graders.keys())
+                if unknown:
+                    known = ", ".join(graders)
+                    return Problem("calculate_output", f"{unknown[0]} is not a grader; known are {known}")
+            case ReasoningGymSpec(dataset=dataset):
+                return _dataset_problem(dataset)
+    except GradeFailure as failure:
+        return Problem("pattern" if isinstance(spec, FormatSpec) else "calculate_output", str(failure))
+    return None
+
+
+def _dataset_problem(dataset: str) -> Problem | None:
+    if find_spec("reasoning_gym") is None:
+        return Problem("type", INSTALL)
+    known = _datasets()
+    if dataset in known:
+        return None
+    near = [name for name in known if dataset.lower() in name or name in dataset.lower()][:5] or known[:5]
+    return Problem("dataset", f"reasoning_gym has no {dataset!r}; it has {', '.join(near)} and others")
+
+
+@cache
+def _datasets() -> tuple[str, ...]:
+    """Asked of another process: the package is large."""
+    source = "import json; from qerl_core.graders.reasoning_gym import datasets; print(json.dumps(datasets()))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, check=True, timeout=120)
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _python_problem(source: str) -> str | None:

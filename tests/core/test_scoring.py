@@ -3,7 +3,7 @@ from concurrent.futures import Future
 import pytest
 
 from qerl_core.errors import GraderFailed
-from qerl_core.scoring import Scorer, summarize
+from qerl_core.scoring import Scorer, by_grader, summarize
 from qerl_core.types import Completion, Grade, Group, Prompt
 
 
@@ -121,3 +121,17 @@ def test_a_batch_s_summary_by_hand():
 
 def test_a_batch_without_any_reward_has_no_mean():
     assert "reward/mean" not in summarize(groups_of(["a", "b"]), [[None, None]])
+
+
+def test_each_grader_of_a_multi_has_its_mean_and_its_errors_by_hand():
+    good, bad = Grade(0.5), Grade(None, "other_error", "gone")
+    grades = [
+        Grade(1.0, parts={"a": Grade(1.0), "b": good}, num_tokens={"judge": 3}),
+        Grade(None, "other_error", "b: gone", parts={"a": Grade(0.5), "b": bad}, num_tokens={"judge": 4}),
+    ]
+
+    assert by_grader(grades) == {
+        "grader/a/mean": 0.75, "grader/a/error_frac": 0.0, "grader/b/mean": 0.5, "grader/b/error_frac": 0.5,
+        "tokens/judge": 7.0,
+    }  # fmt: skip
+    assert by_grader([good]) == {}

@@ -20,7 +20,7 @@ from qerl_core.graders.runner import GradeRequest, GraderPool
 from qerl_core.graders.spec import GraderSpec
 
 ROOT = Path(__file__).parents[3]
-# `multi` is a grader of its own, which is not here yet.
+# `multi` is test_pools.py's.
 CASES = [
     case
     for case in json.loads((ROOT / "tests" / "cases" / "graders.json").read_text())
