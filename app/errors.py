@@ -7,6 +7,7 @@ ServiceError             500 server_error
 │   └── TooLarge         413 code file_too_large
 ├── Unauthorized         401 code invalid_api_key
 ├── Forbidden            403 code insufficient_permissions
+├── RateLimited          429 code rate_limit_exceeded
 ├── Unavailable          503 server_error: a part that is needed is away
 └── LeaseLost            never seen by a client: this attempt has been superseded
 """
@@ -78,6 +79,18 @@ class Forbidden(ServiceError):
     status = 403
     type = "invalid_request_error"
     code = "insufficient_permissions"
+
+
+class RateLimited(ServiceError):
+    """The key has sent too much for now; the headers say when it may go on."""
+
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, headers: dict[str, str]) -> None:
+        super().__init__(message)
+        self.headers = headers
 
 
 class Unavailable(ServiceError):

@@ -15,6 +15,7 @@ from app import logs
 from app.answers import UPLOADS, answer
 from app.callers import Scope, acting_for
 from app.ids import new_id
+from app.keys import quotas
 from app.keys import service as keys
 from app.settings import get_settings
 
@@ -89,7 +90,14 @@ class Authentication:
         caller = await run_in_threadpool(keys.authenticate, authorization, reached_at=server and server[0])
         with acting_for(caller):
             keys.permit(caller, Scope.READ if scope.get("method", "GET") in READING else Scope.WRITE)
-            await self.app(scope, receive, send)
+            window = await run_in_threadpool(quotas.count_request, caller)
+
+            async def send_with_limit(message: Message) -> None:
+                if window is not None and message["type"] == "http.response.start":
+                    MutableHeaders(scope=message).update(window.headers())
+                await send(message)
+
+            await self.app(scope, receive, send_with_limit)
 
 
 class BodyLimit:

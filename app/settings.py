@@ -33,6 +33,8 @@ class Settings(BaseSettings):
     """0 takes a free one."""
     admin_key: SecretStr | None = Field(None, min_length=24, max_length=512)
     """A key with the admin scope, for those who set up the service by variables: a long random text."""
+    requests_per_minute: int | None = Field(None, ge=1)
+    """So many a key may send, over all API processes; None: any number."""
     organization: str = "local"
     """The third part of a fine-tuned model's name."""
     max_upload_bytes: int = Field(512 * 1024**2, gt=0)

@@ -1,6 +1,6 @@
 """The row of an API key. The key itself is nowhere: only its hash is kept."""
 
-from sqlalchemy import CheckConstraint, Index, String
+from sqlalchemy import BigInteger, CheckConstraint, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.callers import DEFAULT_OWNER, Scope
@@ -32,3 +32,14 @@ class ApiKey(Base):
     last_used_at: Mapped[float | None]
     """To the minute."""
     revoked_at: Mapped[float | None]
+
+
+class RequestCount(Base):
+    """A key's requests in the minute of its last one."""
+
+    __tablename__ = "request_counts"
+
+    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    minute: Mapped[int] = mapped_column(BigInteger)
+    """Since 1970."""
+    count: Mapped[int]
