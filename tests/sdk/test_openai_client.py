@@ -294,3 +294,12 @@ def test_a_hundred_requests_at_once_are_all_answered(client, file_id):
         thread.join()
 
     assert statuses == [200] * 100
+
+
+def test_a_grader_is_run_and_validated(client):
+    grader = {**GRADER, "name": "exact"}
+
+    run = client.fine_tuning.alpha.graders.run(grader=grader, model_sample="4", item={"answer": "4"})
+
+    assert (run.reward, run.metadata.name, run.metadata.errors.other_error) == (1.0, "exact", False)
+    assert client.fine_tuning.alpha.graders.validate(grader=grader).grader.name == "exact"
