@@ -9,11 +9,12 @@ from sqlalchemy.orm import Session
 
 from app.callers import current_owner
 from app.db import now, transaction
-from app.errors import BadRequest
+from app.errors import BadRequest, JobConflict
 from app.files.models import File
 from app.jobs import service
 from app.jobs.models import Job
 from app.jobs.schemas import JobRequest, resolve
+from app.jobs.state import JobState
 from app.models.catalog import CatalogModel, get_catalog
 from app.storage import get_store
 from qerl_core.data.rows import first_without, iterate_rows
@@ -59,13 +60,45 @@ def create(request: JobRequest, repeat: Repeat) -> tuple[Job, bool]:
         model=model.id, training_file=train.id, validation_file=valid and valid.id, suffix=request.suffix,
         request=plan.request, config=plan.config.model_dump(mode="json"), total_steps=plan.config.num_steps,
         idempotency_key=repeat.key, fingerprint=repeat.fingerprint, retried=repeat.retried,
+        priority=request.priority, limits=request.limits.stored() if request.limits else {},
     )  # fmt: skip
+    return _add(job, {param: file.id for param, file in files.items()}, repeat, arrived_at)
+
+
+def retry(job_id: str, repeat: Repeat) -> tuple[Job, bool]:
+    """Queue a job that has failed or was cancelled once more, as a new one from its first step, with the same seed.
+
+    False if the same retry has made it before. BadRequest if the job has not ended so, or what it needs is gone.
+    """
+    with transaction(read_only=True) as session:
+        arrived_at = session.scalars(select(now())).one()
+        if known := _known(session, repeat, arrived_at):
+            return known, False
+        old = service.get(session, job_id)
+    if old.state not in (JobState.FAILED, JobState.CANCELLED):
+        remedy = "create a new one" if old.state == JobState.SUCCEEDED else "only one that has ended can be"
+        raise JobConflict(f"Job {job_id} is {old.state} and cannot be retried: {remedy}.", param="fine_tuning_job_id")
+    _base_model(old.model)
+    files = {"training_file": old.training_file}
+    if old.validation_file is not None:
+        files["validation_file"] = old.validation_file
+    job = Job(
+        model=old.model, training_file=old.training_file, validation_file=old.validation_file, suffix=old.suffix,
+        request=old.request, config=old.config, total_steps=old.total_steps,
+        idempotency_key=repeat.key, fingerprint=repeat.fingerprint, retried=repeat.retried,
+        priority=old.priority, limits=old.limits, retried_from=old.id, owner=old.owner,
+    )  # fmt: skip
+    return _add(job, files, repeat, arrived_at)
+
+
+def _add(job: Job, files: dict[str, str], repeat: Repeat, arrived_at: float) -> tuple[Job, bool]:
+    """Queue a job whose files, by parameter, are still there; False and the job of its twin if that came first."""
     with transaction() as session:
         _one_at_a_time(session, repeat)
         if known := _known(session, repeat, arrived_at):
             return known, False
-        for param, file in files.items():
-            _file(session, file.id, param, lock=True)
+        for param, file_id in files.items():
+            _file(session, file_id, param, lock=True)
         return service.submit(session, job), True
 
 

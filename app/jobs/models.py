@@ -21,6 +21,8 @@ class Job(Owned, Base):
         UniqueConstraint("owner", "idempotency_key", name="jobs_idempotency_key_of_owner_key"),
         Index("jobs_by_state", "state", "created_at"),
         Index("jobs_by_fingerprint", "fingerprint", "created_at"),
+        Index("jobs_by_turn", "state", "priority", "owner", "id"),
+        Index("jobs_by_owner_start", "owner", "started_at"),
     )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -42,6 +44,21 @@ class Job(Owned, Base):
     """sha256 of the create's body."""
     retried: Mapped[bool] = mapped_column(default=False)
     """The create said that it repeats one that the client had no answer to."""
+
+    retried_from: Mapped[str | None] = mapped_column(String(64))
+    """The job that this one does again."""
+    priority: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Higher ones come first (`turns.py`)."""
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
+    """What it may take at most: the request's `limits`."""
+    stop_as: Mapped[str | None] = mapped_column(String(16))
+    """Set while a run is to checkpoint and end: paused or failed."""
+    stop_reason: Mapped[str | None] = mapped_column(Text)
+    """Why it is to, or was paused."""
+    gpu_seconds: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """How long attempts have held a GPU."""
+    wall_from: Mapped[float] = mapped_column(insert_default=now(), server_default="0")
+    """What `limits.max_wall_seconds` counts from: its create, or its last resume."""
 
     attempt: Mapped[int] = mapped_column(default=0)
     """Claims so far; the fencing token of every write of a run."""

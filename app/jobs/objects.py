@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from app.jobs.models import Checkpoint, Event, Job, StepMetrics
 from app.jobs.state import JobState
+from app.jobs.turns import Turn
 from app.settings import get_settings
 
 CHECKPOINT_MARK = ":ckpt-step-"
@@ -18,6 +19,34 @@ class JobError(BaseModel):
     code: str
     message: str
     param: str | None
+
+
+class Failure(BaseModel):
+    """What kind of failure it was, and what helps."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    category: Literal["input", "grader", "training", "resources", "limit", "service"]
+    retryable: bool
+    """Whether the same job may succeed if it is retried as it is."""
+    hint: str
+
+
+class Queue(BaseModel):
+    """Where a job that waits stands."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    position: int | None
+    """1 is the next; null for a job that is paused."""
+    reason: str
+
+
+class Usage(BaseModel):
+    """What a job has taken, in all its attempts."""
+
+    gpu_seconds: float
+    tokens: int
 
 
 class Progress(BaseModel):
@@ -58,18 +87,26 @@ class JobObject(BaseModel):
     suffix: str | None
 
     phase: str | None
-    """What a running job is at: preparing, evaluating, training, publishing."""
+    """What a running job is at: preparing, evaluating, training, pausing, publishing."""
     progress: Progress
     attempt: int
     """How often a worker took the job."""
+    priority: int
+    queue: Queue | None
+    """Null unless the job is queued or paused."""
+    usage: Usage
+    limits: dict[str, Any] | None
+    retried_from: str | None
+    """The job that this one does again."""
+    failure: Failure | None
     resolved_config: dict[str, Any]
     """Every setting of the run, those that were left open included."""
     warnings: list[str]
     """What was settled other than a default would have it."""
 
 
-def job_object(job: Job) -> JobObject:
-    """What a client sees of a row."""
+def job_object(job: Job, turn: Turn | None) -> JobObject:
+    """What a client sees of a row, and of its place in the queue (`turns.py`)."""
     request, config = job.request, job.config
     failed = job.state == JobState.FAILED and job.error_code is not None
     return JobObject(
@@ -99,9 +136,40 @@ def job_object(job: Job) -> JobObject:
             step=job.step, total_steps=job.total_steps, percent=round(100 * job.step / job.total_steps, 1)
         ),
         attempt=job.attempt,
+        priority=job.priority,
+        queue=turn and Queue(position=turn.position, reason=turn.reason),
+        usage=Usage(gpu_seconds=round(job.gpu_seconds, 3), tokens=job.trained_tokens),
+        limits=job.limits or None,
+        retried_from=job.retried_from,
+        failure=_failure(job.error_code or "") if failed else None,
         resolved_config=public_config(config),
         warnings=request.get("warnings", []),
     )
+
+
+FAILURES = {
+    "bad_checkpoint": Failure(category="input", retryable=False, hint="Mend the base model that the message names."),
+    "bad_data": Failure(category="input", retryable=False, hint="Mend the rows that the message names."),
+    "disk_full": Failure(category="resources", retryable=True, hint="Make room on the worker's disk, then retry."),
+    "grader_failed": Failure(category="grader", retryable=False, hint="Run the grader on a sample: graders/run."),
+    "limit_reached": Failure(category="limit", retryable=False, hint="Create the job anew with higher limits."),
+    "no_learning_signal": Failure(
+        category="training", retryable=False, hint="Use easier or harder rows, a finer grader or a larger group."
+    ),
+    "not_enough_memory": Failure(
+        category="resources", retryable=False, hint="Lower what the message names, or use a larger GPU."
+    ),
+    "training_diverged": Failure(
+        category="training", retryable=False, hint="Lower rl.learning_rate, or rl.max_grad_norm."
+    ),
+}
+UNKNOWN_FAILURE = Failure(
+    category="service", retryable=True, hint="Retry it; if it fails again, the worker's log has the details."
+)
+
+
+def _failure(code: str) -> Failure:
+    return FAILURES.get(code, UNKNOWN_FAILURE)
 
 
 def public_config(config: dict[str, Any]) -> dict[str, Any]:

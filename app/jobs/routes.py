@@ -1,10 +1,12 @@
 """`/v1/fine_tuning/jobs` and the checkpoints that jobs leave."""
 
+import hashlib
 import logging
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Request
+from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.responses import Response
@@ -14,7 +16,7 @@ from app.db import transaction
 from app.downloads import attachment
 from app.errors import NotFound
 from app.jobs import service
-from app.jobs.creation import Repeat, create, fingerprint
+from app.jobs.creation import Repeat, create, fingerprint, retry
 from app.jobs.models import Checkpoint, Event, Job, StepMetrics
 from app.jobs.objects import (
     CHECKPOINT_MARK,
@@ -27,13 +29,19 @@ from app.jobs.objects import (
     job_object,
     metrics_object,
 )
-from app.jobs.schemas import JobRequest
+from app.jobs.schemas import JobRequest, ResumeRequest
 from app.jobs.search import with_metadata
+from app.jobs.state import JobState
+from app.jobs.turns import Turns
 from app.paging import ListObject, PagingDep, page
+from app.storage import get_store
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
+
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+RetryCount = Annotated[int, Header(alias="x-stainless-retry-count", ge=0)]
 
 
 @router.post("/jobs")
@@ -41,19 +49,23 @@ def create_job(
     request: JobRequest,
     response: Response,
     after: BackgroundTasks,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
-    retry_count: Annotated[int, Header(alias="x-stainless-retry-count", ge=0)] = 0,
+    idempotency_key: IdempotencyKey = None,
+    retry_count: RetryCount = 0,
 ) -> JobObject:
     """Queue a reinforcement fine-tuning job. The same create again is answered with the job that it made."""
     repeat = Repeat(fingerprint(request), idempotency_key, retried=retry_count > 0)
-    job, is_new = create(request, repeat)
+    return _created(*create(request, repeat), response, after)
+
+
+def _created(job: Job, is_new: bool, response: Response, after: BackgroundTasks) -> JobObject:
     if is_new:
         with logs.bound(logs.job_id, job.id):
             logger.info("created")
         after.add_task(broker.ring, job.id)
     else:
         response.headers["idempotent-replayed"] = "true"
-    return job_object(job)
+    with transaction(read_only=True) as session:
+        return job_object(job, Turns(session).of(job))
 
 
 @router.get("/jobs")
@@ -61,21 +73,75 @@ def list_jobs(request: Request, paging: PagingDep) -> ListObject[JobObject]:
     """A page of jobs, newest first; `metadata[key]=value` keeps those with the pair, `metadata=null` of none."""
     query = with_metadata(select(Job), request.query_params)
     with transaction(read_only=True) as session:
-        return page(session, query, Job.id, paging, shown=job_object)
+        turns = Turns(session)
+        return page(session, query, Job.id, paging, shown=lambda job: job_object(job, turns.of(job)))
 
 
 @router.get("/jobs/{job_id}")
 def retrieve_job(job_id: str) -> JobObject:
     """A job."""
     with transaction(read_only=True) as session:
-        return job_object(service.get(session, job_id))
+        return _shown(session, service.get(session, job_id))
 
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_job(job_id: str) -> JobObject:
     """End a job that has not ended. A running one stops within seconds; its checkpoints stay."""
     with transaction() as session:
-        return job_object(service.cancel(session, job_id))
+        return _shown(session, service.cancel(session, job_id))
+
+
+@router.post("/jobs/{job_id}/pause")
+def pause_job(job_id: str) -> JobObject:
+    """Have a job wait until it is resumed. A running one ends its step, and checkpoints: its phase is `pausing`."""
+    with transaction() as session:
+        return _shown(session, service.pause(session, job_id))
+
+
+@router.post("/jobs/{job_id}/resume")
+def resume_job(job_id: str, after: BackgroundTasks, request: ResumeRequest | None = None) -> JobObject:
+    """Queue a paused job again; it goes on from its last checkpoint."""
+    limits = None if request is None or request.limits is None else request.limits.stored()
+    with transaction() as session:
+        job = service.resume(session, job_id, limits)
+        if job.state == JobState.QUEUED:
+            after.add_task(broker.ring, job.id)
+        return _shown(session, job)
+
+
+@router.post("/jobs/{job_id}/retry")
+def retry_job(
+    job_id: str,
+    response: Response,
+    after: BackgroundTasks,
+    idempotency_key: IdempotencyKey = None,
+    retry_count: RetryCount = 0,
+) -> JobObject:
+    """Queue a job that failed or was cancelled once more: a new job, from the first step, with the same seed."""
+    repeat = Repeat(hashlib.sha256(f"retry {job_id}".encode()).hexdigest(), idempotency_key, retried=retry_count > 0)
+    return _created(*retry(job_id, repeat), response, after)
+
+
+class JobDeleted(BaseModel):
+    """The answer to a delete."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    deleted: Literal[True] = True
+
+
+@router.delete("/jobs/{job_id}")
+def delete_job(job_id: str) -> JobDeleted:
+    """Delete a job that has ended, with its events, metrics, checkpoints and the model that it made."""
+    with transaction() as session:
+        keys = service.remove(session, job_id)
+    for key in keys:
+        get_store().delete(key)
+    return JobDeleted(id=job_id)
+
+
+def _shown(session: Session, job: Job) -> JobObject:
+    return job_object(job, Turns(session).of(job))
 
 
 @router.get("/jobs/{job_id}/events")

@@ -5,9 +5,10 @@
 
 import copy
 import math
+import re
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -76,6 +77,30 @@ RL = {
     "dtype": "dtype",
 }
 """Each key of the `rl` block, and where the config has it. Besides these there is `max_steps`."""
+
+REQUEST_NAMES = {
+    **{target: f"rl.{name}" for name, target in RL.items()},
+    "num_steps": "rl.max_steps",
+    "num_prompts": "method.reinforcement.hyperparameters.batch_size",
+    "rollout.num_prompts": "method.reinforcement.hyperparameters.batch_size",
+    "evaluation.every": "method.reinforcement.hyperparameters.eval_interval",
+    "data.valid_path": "validation_file",
+}
+"""What the request calls a field of the config; those inside `noise` and `overlong` have `rl.` before them."""
+_CONFIG_NAME = re.compile(
+    r"(?<![\w.])(?:"
+    + "|".join(
+        [
+            r"(?:noise|overlong)\.\w+",
+            *(
+                re.escape(name)
+                for name in sorted(REQUEST_NAMES, key=len, reverse=True)
+                if "." in name or name.count("_")
+            ),
+        ]
+    )
+    + r")(?![\w.])"
+)
 
 AUTO_STEPS = 100
 """What `n_epochs: "auto"` aims at."""
@@ -200,6 +225,34 @@ else:
     )
 
 
+class JobLimits(Block):
+    """What a job may take at most; its run then ends at its next checkpoint."""
+
+    max_gpu_seconds: float | None = Field(None, gt=0)
+    """How long its attempts may hold a GPU, together."""
+    max_wall_seconds: float | None = Field(None, gt=0)
+    """How long after its create, or its last resume, it may run."""
+    on_limit: Literal["pause", "fail"] = "pause"
+    """A paused job may be resumed with higher limits."""
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> Self:
+        if self.max_gpu_seconds is None and self.max_wall_seconds is None:
+            raise PydanticCustomError("no_limit", "give max_gpu_seconds or max_wall_seconds, or leave limits out")
+        return self
+
+    def stored(self) -> dict[str, Any]:
+        """As the row has it."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+class ResumeRequest(Block):
+    """What may change when a job goes on."""
+
+    limits: JobLimits | None = None
+    """In place of those that it had."""
+
+
 class JobRequest(Block):
     """A create: OpenAI's body, and our blocks `lora`, `rl` and `quantization` (the SDK's `extra_body`)."""
 
@@ -225,6 +278,10 @@ class JobRequest(Block):
     rl: RlBlock = RlBlock()
     quantization: Quantization | None = None
     """Else as the operator's list of models says."""
+    limits: JobLimits | None = None
+    """What the job may take at most."""
+    priority: int = Field(0, ge=-100, le=100)
+    """Higher ones come first; among equals the owners take turns."""
 
     @model_validator(mode="before")
     @classmethod
@@ -425,8 +482,15 @@ def _validated(parts: dict[str, Any]) -> TrainConfig:
     except ValidationError as error:
         fault = error.errors()[0]
         path = ".".join(map(str, fault["loc"]))
-        names = {target: f"rl.{name}" for name, target in RL.items()}
-        raise BadRequest(fault["msg"].removeprefix("Value error, "), param=names.get(path, path or None)) from error
+        message, named = _in_the_requests_words(fault["msg"].removeprefix("Value error, "))
+        raise BadRequest(message, param=REQUEST_NAMES.get(path, path) or named) from error
+
+
+def _in_the_requests_words(message: str) -> tuple[str, str | None]:
+    """A message of `TrainConfig` with the request's names of its fields, and the first of them."""
+    found = [REQUEST_NAMES.get(match[0], f"rl.{match[0]}") for match in _CONFIG_NAME.finditer(message)]
+    told = _CONFIG_NAME.sub(lambda match: REQUEST_NAMES.get(match[0], f"rl.{match[0]}"), message)
+    return told, found[0] if found else None
 
 
 def _echo(request: JobRequest, config: TrainConfig, n_epochs: int, warnings: list[str]) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, or_, select, update
+from sqlalchemy import ColumnElement, case, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.db import now
-from app.errors import JobConflict, LeaseLost, NotFound
+from app.errors import BadRequest, JobConflict, LeaseLost, NotFound
 from app.ids import new_id
+from app.jobs import turns
 from app.jobs.models import Checkpoint, Event, Job, StepMetrics
 from app.jobs.state import ENDED, SOURCES, JobState
 from app.settings import get_settings
@@ -92,11 +93,22 @@ def enter(session: Session, job_id: str, state: JobState, *where: ColumnElement[
 def claim(session: Session, job_id: str, worker: str) -> Lease:
     """Take a queued job; JobConflict if it is not. Whoever held it before can write no more."""
     changes = {"attempt": Job.attempt + 1, "worker": worker, "heartbeat_at": now(), "phase": "preparing"}
+    changes |= {"stop_as": None, "stop_reason": None}
     enter(session, job_id, JobState.RUNNING, **changes)
     session.execute(update(Job).where(Job.id == job_id, Job.started_at.is_(None)).values(started_at=now()))
     job = session.get_one(Job, job_id, populate_existing=True)
     log(session, job_id, f"Attempt {job.attempt} started.", data={"attempt": job.attempt})
     return Lease(job_id, job.attempt)
+
+
+def claim_next(session: Session, worker: str) -> Lease | None:
+    """Take the job whose turn it is; None if none is queued."""
+    while (job_id := turns.first(session)) is not None:
+        try:
+            return claim(session, job_id, worker)
+        except JobConflict:  # another worker was first
+            session.expire_all()
+    return None
 
 
 def _held(lease: Lease) -> tuple[ColumnElement[bool], ...]:
@@ -105,22 +117,51 @@ def _held(lease: Lease) -> tuple[ColumnElement[bool], ...]:
 
 def _write(session: Session, lease: Lease, **values: Any) -> None:
     if session.scalar(update(Job).where(*_held(lease)).values(**values).returning(Job.id)) is None:
-        raise LeaseLost(f"attempt {lease.attempt} does not hold job {lease.job_id} any more")
+        raise _superseded(lease)
 
 
-def heartbeat(session: Session, lease: Lease) -> None:
-    """Keep the lease. LeaseLost tells that the job was cancelled, ended, or given to another worker."""
-    _write(session, lease, heartbeat_at=now())
+def _superseded(lease: Lease) -> LeaseLost:
+    return LeaseLost(f"attempt {lease.attempt} does not hold job {lease.job_id} any more")
+
+
+def _alive() -> dict[str, Any]:
+    """What a sign of life changes: the time since the one before counts as held."""
+    return {"heartbeat_at": now(), "gpu_seconds": Job.gpu_seconds + now() - Job.heartbeat_at}
+
+
+def heartbeat(session: Session, lease: Lease) -> bool:
+    """Keep the lease. True: the run is to checkpoint and be released, since it is paused or has used up its limits.
+
+    LeaseLost tells that the job was cancelled, ended, or given to another worker.
+    """
+    beat = update(Job).where(*_held(lease)).values(**_alive())
+    columns = (Job.stop_as, Job.limits, Job.gpu_seconds, now() - Job.wall_from)
+    row = session.execute(beat.returning(*columns)).one_or_none()
+    if row is None:
+        raise _superseded(lease)
+    stop_as, limits, gpu_seconds, wall_seconds = row
+    if stop_as is not None:
+        return True
+    for name, used in (("max_gpu_seconds", gpu_seconds), ("max_wall_seconds", wall_seconds)):
+        if limits.get(name) is not None and used >= limits[name]:
+            reason = f"limits.{name} {limits[name]} is used up"
+            _write(session, lease, stop_as=_ON_LIMIT[limits["on_limit"]], stop_reason=reason, phase="pausing")
+            log(session, lease.job_id, f"The run stops at its next checkpoint: {reason}.", level="warn")
+            return True
+    return False
+
+
+_ON_LIMIT = {"pause": JobState.PAUSED, "fail": JobState.FAILED}
 
 
 def enter_phase(session: Session, lease: Lease, phase: str) -> None:
-    """Say what the run is at: preparing, baseline, training, evaluating, publishing."""
-    _write(session, lease, phase=phase)
+    """Say what the run is at: preparing, baseline, training, evaluating, publishing. One that pauses says so."""
+    _write(session, lease, phase=case((Job.stop_as.is_(None), phase), else_=Job.phase))
 
 
 def note(session: Session, lease: Lease, message: str) -> None:
     """Add an event of the run's own."""
-    heartbeat(session, lease)
+    _write(session, lease, **_alive())
     log(session, lease.job_id, message)
 
 
@@ -144,7 +185,7 @@ def record_step(
 ) -> None:
     """Add the metrics of a step and move the job's progress. A step that is there already is left alone."""
     values = _finite(values)
-    heartbeat(session, lease)
+    _write(session, lease, **_alive())
     if session.get(StepMetrics, (lease.job_id, step)):
         return
     changes: dict[str, Any] = {
@@ -164,7 +205,7 @@ def record_step(
 
 def publish(session: Session, lease: Lease, step: int, artifact: Artifact, metrics: dict[str, float]) -> Checkpoint:
     """Add the checkpoint of a step whose archive is in the store. The same step again replaces the row's archive."""
-    _write(session, lease, heartbeat_at=now())
+    _write(session, lease, **_alive())
     session.execute(delete(Checkpoint).where(Checkpoint.job_id == lease.job_id, Checkpoint.step == step))
     checkpoint = Checkpoint(
         id=new_id("ftckpt_"), job_id=lease.job_id, step=step, attempt=lease.attempt, key=artifact.key,
@@ -188,15 +229,26 @@ def fail(session: Session, lease: Lease, code: str, message: str, *, param: str 
 
 
 def release(session: Session, lease: Lease, reason: str) -> None:
-    """Give a job back to the queue, at its last checkpoint; no loss is counted."""
-    _end(session, lease, JobState.QUEUED, rung_at=None, worker=None, phase=None)
-    log(session, lease.job_id, f"Attempt {lease.attempt} stopped ({reason}); the job waits for a worker.")
+    """Give a job back, at its last checkpoint: to the queue, or to whoever wanted it stopped. No loss is counted."""
+    query = select(Job.stop_as, Job.stop_reason).where(*_held(lease)).with_for_update()
+    stop = session.execute(query).one_or_none()
+    if stop is None:
+        raise _superseded(lease)
+    if stop.stop_as == JobState.FAILED:
+        fail(session, lease, "limit_reached", f"{stop.stop_reason}. Its checkpoints stay; give a new job more.")
+    elif stop.stop_as == JobState.PAUSED:
+        _end(session, lease, JobState.PAUSED, stop_as=None, worker=None, phase=None, estimated_finish=None)
+        log(session, lease.job_id, f"The job is paused: {stop.stop_reason}.")
+    else:
+        _end(session, lease, JobState.QUEUED, rung_at=None, worker=None, phase=None)
+        log(session, lease.job_id, f"Attempt {lease.attempt} stopped ({reason}); the job waits for a worker.")
 
 
 def _end(session: Session, lease: Lease, state: JobState, **changes: Any) -> None:
+    held_for = {"gpu_seconds": Job.gpu_seconds + now() - Job.heartbeat_at}
     try:
-        enter(session, lease.job_id, state, *_held(lease), **changes)
-    except JobConflict as error:
+        enter(session, lease.job_id, state, *_held(lease), **held_for, **changes)
+    except (JobConflict, NotFound) as error:  # ended otherwise, or deleted
         raise LeaseLost(error.message) from error
 
 
@@ -205,6 +257,51 @@ def cancel(session: Session, job_id: str) -> Job:
     enter(session, job_id, JobState.CANCELLED)
     log(session, job_id, "The job was cancelled.")
     return session.get_one(Job, job_id, populate_existing=True)
+
+
+def pause(session: Session, job_id: str) -> Job:
+    """Have a job wait until it is resumed. A run ends its step and checkpoints first: phase `pausing` until then."""
+    reason = "asked for by its user"
+    running = (Job.id == job_id, Job.state == JobState.RUNNING)
+    stop = {"stop_as": JobState.PAUSED, "stop_reason": reason, "phase": "pausing"}
+    if session.scalar(update(Job).where(*running).values(**stop).returning(Job.id)) is not None:
+        log(session, job_id, "The job will be paused after this step, at a checkpoint.")
+    else:
+        enter(session, job_id, JobState.PAUSED, stop_reason=reason)
+        log(session, job_id, f"The job is paused: {reason}.")
+    return session.get_one(Job, job_id, populate_existing=True)
+
+
+def resume(session: Session, job_id: str, limits: dict[str, Any] | None = None) -> Job:
+    """Queue a paused job again, or take back a pause that its run has not come to. `limits` replace those it had.
+
+    BadRequest if it has used up its GPU-seconds already.
+    """
+    job = get(session, job_id)
+    wanted = job.limits if limits is None else limits
+    allowed = wanted.get("max_gpu_seconds")
+    if allowed is not None and job.gpu_seconds >= allowed:
+        raise BadRequest(
+            f"The job has used {job.gpu_seconds:.0f} of its {allowed} GPU-seconds: give limits.max_gpu_seconds above.",
+            param="limits.max_gpu_seconds",
+        )
+    changes = {"stop_as": None, "stop_reason": None, "limits": wanted, "wall_from": now()}
+    pausing = (Job.id == job_id, Job.state == JobState.RUNNING, Job.stop_as == JobState.PAUSED)
+    taken_back = update(Job).where(*pausing).values(**changes, phase="training").returning(Job.id)
+    if session.scalar(taken_back) is None:
+        enter(session, job_id, JobState.QUEUED, Job.state == JobState.PAUSED, **changes, rung_at=None)
+    log(session, job_id, "The job was resumed.")
+    return session.get_one(Job, job_id, populate_existing=True)
+
+
+def remove(session: Session, job_id: str) -> list[str]:
+    """Delete a job that has ended, and all that hangs on it. Returns the keys that may go once this is committed."""
+    job = get(session, job_id)
+    keys = list(session.scalars(select(Checkpoint.key).where(Checkpoint.job_id == job_id)))
+    ended = (Job.id == job_id, Job.state.in_(ENDED))
+    if session.scalar(delete(Job).where(*ended).returning(Job.id)) is None:
+        raise JobConflict(f"Job {job_id} is {job.state}: cancel it, and then delete it.", param="fine_tuning_job_id")
+    return keys
 
 
 def requeue_lost(session: Session, *, lease_timeout_s: float, max_attempts: int) -> list[str]:
@@ -218,8 +315,8 @@ def requeue_lost(session: Session, *, lease_timeout_s: float, max_attempts: int)
             if losses >= max_attempts:
                 fail(session, lease, "worker_lost", f"Its worker was lost {losses} times, the last one {worker}.")
             else:
-                _end(session, lease, JobState.QUEUED, rung_at=None, worker=None, phase=None)
-                log(session, job.id, f"Worker {worker} went silent; the job waits for another.", level="warn")
+                log(session, job.id, f"Worker {worker} went silent.", level="warn")
+                release(session, lease, "its worker was lost")
         except LeaseLost:  # another sweep, or the job's own end, was first
             continue
     return [job.id for job in lost]

@@ -1,6 +1,7 @@
 """The queue's side of a run, with a shell command for the run."""
 
 import os
+import sys
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -117,3 +118,33 @@ def test_checkpoints_go_when_the_job_has_ended_and_its_logs_stay(submit, attend,
     attend(job_id, f"mkdir -p {folder}/run/checkpoints {folder}/data; echo so long; exit 1")
 
     assert [path.name for path in folder.iterdir()] == ["attempt-1.log"]
+
+
+def test_a_pause_stops_the_run_and_one_that_is_killed_for_it_is_paused_too(submit, attend, read, rung):
+    for script in ("trap 'exit 0' TERM; sleep 1000 & wait", "sleep 1000"):
+        job_id = submit()
+        attend(job_id, f"{PAUSE.format(job_id=job_id)}; {script}")
+
+        assert (read(job_id).state, read(job_id).worker) == ("paused", None)
+        assert rung == []
+        with db.transaction() as session:
+            service.cancel(session, job_id)
+
+
+def test_the_folder_of_a_job_that_was_deleted_as_it_ran_goes_with_it(submit, attend, settings):
+    job_id = submit()
+    attend(job_id, DELETE.format(job_id=job_id))
+
+    assert not (settings.scratch / job_id).exists()
+
+
+def test_a_message_is_for_whichever_job_is_next(submit, attend, read):
+    first, second = submit(), submit()
+    attend(second, "exit 1")
+
+    assert (read(first).attempt, read(second).attempt) == (1, 0)
+
+
+PYTHON = f"{sys.executable} -c 'from app import db; from app.jobs import service\nwith db.transaction() as s: {{}}'"
+PAUSE = PYTHON.format('service.pause(s, "{job_id}")')
+DELETE = PYTHON.format('service.cancel(s, "{job_id}"); service.remove(s, "{job_id}")')

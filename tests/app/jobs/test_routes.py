@@ -139,7 +139,7 @@ def test_without_a_broker_a_create_is_answered_all_the_same(client, create, sett
         ({"metadata": {"k": 1}}, "metadata.k", "invalid_type", "valid string, not 1"),
         ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters", "unsupported_parameter", HYPER.rpartition(".")[0]),
         ({"integrations": [{"type": "wandb"}]}, "integrations", "unsupported_parameter", "leave it out"),
-        ({"priority": 1}, "priority", "unknown_parameter", "unknown key; known are hyperparameters, "),
+        ({"importance": 1}, "importance", "unknown_parameter", "unknown key; known are hyperparameters, "),
         ({"method": {"type": "supervised"}}, "method.type", "unsupported_method", "only 'reinforcement'"),
         ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "unsupported_method", "only 'reinforcement'"),
         ({"method": {"type": "reinforcement"}}, "method.reinforcement", "missing_required_parameter", "required"),
@@ -416,3 +416,101 @@ def test_a_job_without_an_adapter_says_so(client, create):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "adapter_not_found")
     assert response.json()["error"]["message"] == f"The job {job['id']} is queued and has published no adapter yet."
     assert client.get(f"{JOBS}/none/adapter").json()["error"]["code"] == "not_found"
+
+
+def test_a_job_is_paused_and_resumed_over_http(client, create, monkeypatch):
+    rung = []
+    job = create(priority=3, limits={"max_gpu_seconds": 60})
+    assert (job["priority"], job["limits"]) == (3, {"max_gpu_seconds": 60.0, "on_limit": "pause"})
+    assert job["queue"] == {"position": 1, "reason": "It waits for a worker, and is next."}
+    assert (job["usage"], job["failure"], job["retried_from"]) == ({"gpu_seconds": 0.0, "tokens": 0}, None, None)
+
+    paused = client.post(f"{JOBS}/{job['id']}/pause").json()
+    assert (paused["status"], paused["queue"]["position"]) == ("paused", None)
+    assert "resume it" in paused["queue"]["reason"]
+    monkeypatch.setattr(broker, "ring", rung.append)
+    resumed = client.post(f"{JOBS}/{job['id']}/resume", json={"limits": {"max_wall_seconds": 9, "on_limit": "fail"}})
+
+    assert resumed.json()["status"] == "queued"
+    assert resumed.json()["limits"] == {"max_wall_seconds": 9.0, "on_limit": "fail"}
+    assert client.get(f"{JOBS}/{job['id']}").json() == resumed.json()
+    assert client.get(JOBS).json()["data"] == [resumed.json()]
+    assert rung == [job["id"]]
+    again = client.post(f"{JOBS}/{job['id']}/resume")
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "job_conflict")
+
+
+def test_a_failed_job_is_retried_as_a_new_one_and_a_repeated_retry_makes_no_second(client, create):
+    job = create(suffix="sums", metadata={"a": "b"}, priority=2)
+    early = client.post(f"{JOBS}/{job['id']}/retry")
+    assert (early.status_code, early.json()["error"]["code"]) == (400, "job_conflict")
+    lease = start(job["id"])
+    with db.transaction() as session:
+        service.fail(session, lease, "training_diverged", "The loss is not finite.")
+    failed = client.get(f"{JOBS}/{job['id']}").json()
+    assert failed["failure"] == {
+        "category": "training", "retryable": False, "hint": "Lower rl.learning_rate, or rl.max_grad_norm."
+    }  # fmt: skip
+
+    new = client.post(f"{JOBS}/{job['id']}/retry").json()
+    repeated = client.post(f"{JOBS}/{job['id']}/retry", headers={"x-stainless-retry-count": "1"})
+    wanted = client.post(f"{JOBS}/{job['id']}/retry").json()
+
+    assert (new["status"], new["retried_from"], new["attempt"]) == ("queued", job["id"], 0)
+    same = ("model", "seed", "method", "metadata", "suffix", "training_file", "resolved_config", "priority")
+    assert {name: new[name] for name in same} == {name: job[name] for name in same}
+    assert (repeated.json()["id"], repeated.headers["idempotent-replayed"]) == (new["id"], "true")
+    assert wanted["id"] not in (new["id"], job["id"])
+
+
+def test_a_retry_whose_file_is_gone_says_so(client, create):
+    job = create()
+    client.post(f"{JOBS}/{job['id']}/cancel")
+    assert client.delete(f"/v1/files/{job['training_file']}").status_code == 200
+
+    error = client.post(f"{JOBS}/{job['id']}/retry").json()["error"]
+
+    assert (error["param"], error["code"]) == ("training_file", "file_not_found")
+    assert len(client.get(JOBS).json()["data"]) == 1
+
+
+def test_a_deleted_job_is_gone_with_its_archives(client, create, tmp_path):
+    job = create()
+    assert client.delete(f"{JOBS}/{job['id']}").json()["error"]["code"] == "job_conflict"
+    lease = start(job["id"])
+    publish(lease, 1, tmp_path)
+    with db.transaction() as session:
+        service.succeed(session, lease)
+
+    assert client.delete(f"{JOBS}/{job['id']}").json() == {
+        "id": job["id"], "object": "fine_tuning.job", "deleted": True
+    }  # fmt: skip
+
+    assert client.get(f"{JOBS}/{job['id']}").status_code == 404
+    assert client.delete(f"{JOBS}/{job['id']}").status_code == 404
+    assert not get_store().exists(f"jobs/{job['id']}/attempts/1/step-1.tar.gz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"limits": {}}, "limits", "max_gpu_seconds or max_wall_seconds"),
+        ({"limits": {"max_gpu_seconds": 0}}, "limits.max_gpu_seconds", "greater than 0"),
+        ({"limits": {"max_gpu_second": 1}}, "limits.max_gpu_second", "did you mean 'max_gpu_seconds'"),
+        ({"limits": {"max_gpu_seconds": 1, "on_limit": "stop"}}, "limits.on_limit", "'pause' or 'fail'"),
+        ({"priority": 101}, "priority", "less than or equal to 100"),
+        # What TrainConfig alone can see is told in the request's words.
+        (
+            {"rl": {"overlong": {"buffer_tokens": 600}}},
+            "rl.overlong.buffer_tokens",
+            "below rl.max_completion_tokens 512",
+        ),
+        ({"rl": {"loss": "dr_grpo"}}, "rl.loss", "rl.loss dr_grpo leaves advantages unscaled: set rl.scale_by_std"),
+    ],
+)
+def test_settings_that_do_not_go_together_name_the_request_s_fields(client, body, changes, param, message):
+    response = client.post(JOBS, json=body | changes)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert message in response.json()["error"]["message"]

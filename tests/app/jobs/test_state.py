@@ -4,11 +4,15 @@ from app.jobs.state import ENDED, MOVES, SOURCES, JobState
 
 ALLOWED = {
     ("queued", "running"),
+    ("queued", "paused"),
     ("queued", "cancelled"),
     ("running", "queued"),
+    ("running", "paused"),
     ("running", "succeeded"),
     ("running", "failed"),
     ("running", "cancelled"),
+    ("paused", "queued"),
+    ("paused", "cancelled"),
 }
 
 
