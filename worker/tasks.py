@@ -52,7 +52,7 @@ def train(rung_for: str) -> None:
     with db.transaction() as session:
         lease = service.claim_next(session, worker)
     if lease is None:
-        logger.info("rung for %s, and no job waits", rung_for)
+        logger.info("nothing to do: rung for %s, and no job waits", rung_for)
         return
     with logs.bound(logs.job_id, lease.job_id):
         settings = get_settings()

@@ -5,6 +5,7 @@ owner with a thousand jobs holds up nobody else's first. The order is made of co
 whatever the jobs' number.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,6 +70,17 @@ def first(session: Session) -> str | None:
     owner = min(line.waiting[priority], key=lambda owner: line.rank(owner, 1))
     oldest = select(Job.id).where(Job.state == JobState.QUEUED, Job.priority == priority, Job.owner == owner)
     return session.scalar(oldest.order_by(Job.id).limit(1).execution_options(**{ALL_OWNERS: True}))
+
+
+def order(session: Session) -> list[str]:
+    """The ids of everyone's queued jobs as they would be taken if nobody's job ended meanwhile."""
+    line, places = _line(session), Counter[tuple[int, str]]()
+    queued = select(Job.id, Job.priority, Job.owner).where(Job.state == JobState.QUEUED).order_by(Job.id)
+    ranked = []
+    for job_id, priority, owner in session.execute(queued.execution_options(**{ALL_OWNERS: True})):
+        places[priority, owner] += 1
+        ranked.append((-priority, line.rank(owner, places[priority, owner]), job_id))
+    return [job_id for _, _, job_id in sorted(ranked)]
 
 
 class Turns:

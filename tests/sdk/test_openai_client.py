@@ -147,6 +147,24 @@ def test_a_job_is_created_read_listed_and_cancelled(client, file_id):
     assert (newest.message, newest.level, newest.type) == ("The job was cancelled.", "info", "message")
 
 
+def test_a_job_is_paused_resumed_retried_and_deleted(client, file_id):
+    job = create(client, file_id, extra_body={"priority": -5, "limits": {"max_gpu_seconds": 60}})
+    assert job.model_extra["queue"]["position"] >= 1
+
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.fine_tuning.jobs.pause(job.id)
+    assert caught.value.code == "job_conflict"
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    client.fine_tuning.jobs.cancel(job.id)
+    again = client.post(f"/fine_tuning/jobs/{job.id}/retry", cast_to=type(job))
+    assert (again.status, again.model_extra["retried_from"]) == ("queued", job.id)
+    client.delete(f"/fine_tuning/jobs/{job.id}", cast_to=object)
+    with pytest.raises(openai.NotFoundError):
+        client.fine_tuning.jobs.retrieve(job.id)
+    client.fine_tuning.jobs.cancel(again.id)
+
+
 def test_openai_s_hyperparameters_may_all_be_auto(client, file_id):
     names = (
         "batch_size",

@@ -10,6 +10,7 @@ import pytest
 
 from app import broker, db
 from app.jobs import service as jobs
+from app.jobs.models import Job
 from app.storage import get_store
 from tests.live import gone, processes, wait_until
 
@@ -167,3 +168,58 @@ def test_a_worker_that_shuts_down_gives_its_job_back_at_a_checkpoint(make_servic
     service.start_worker()
     assert service.wait_for(job_id, "succeeded").attempt == 2
     assert service.steps(job_id) == [(n, 1 if n <= checkpoint.step else 2) for n in range(31)]
+
+
+def test_a_paused_job_keeps_its_step_gives_its_worker_back_and_goes_on(make_service):
+    service = make_service()
+    service.start_worker()
+    job_id = service.submit(num_steps=30, checkpoint_every=30, step_s=0.1)
+    service.wait_for_step(job_id, 3)
+
+    with db.transaction() as session:
+        jobs.pause(session, job_id)
+    paused = service.wait_for(job_id, "paused", timeout_s=5)
+    other = service.submit(num_steps=2)
+    service.wait_for(other, "succeeded")
+    assert paused.step >= 3
+    assert service.job(job_id).attempt == 1
+    assert [checkpoint.step for checkpoint in service.checkpoints(job_id)] == [paused.step]
+    with db.transaction() as session:
+        jobs.resume(session, job_id)
+    broker.ring(job_id)
+    service.wait_for(job_id, "succeeded")
+
+    attempts = [(step, 1 if step <= paused.step else 2) for step in range(31)]
+    assert service.steps(job_id) == attempts
+
+
+def test_a_job_whose_gpu_seconds_are_used_up_pauses_by_itself_and_goes_on_with_more(make_service):
+    service = make_service()
+    service.start_worker()
+    job_id = service.submit(num_steps=60, step_s=0.1, ring=False)
+    with db.transaction() as session:
+        session.get_one(Job, job_id).limits = {"max_gpu_seconds": 2, "on_limit": "pause"}
+    broker.ring(job_id)
+
+    paused = service.wait_for(job_id, "paused")
+    assert 2 <= paused.gpu_seconds < 5
+    assert any("limits.max_gpu_seconds 2 is used up" in message for message in service.events(job_id))
+    with db.transaction() as session:
+        jobs.resume(session, job_id, {"max_gpu_seconds": 60, "on_limit": "fail"})
+    broker.ring(job_id)
+
+    assert service.wait_for(job_id, "succeeded").gpu_seconds > paused.gpu_seconds
+
+
+def test_one_worker_takes_jobs_by_priority_whatever_the_order_of_the_messages(make_service):
+    service = make_service()
+    ids = [service.submit(num_steps=1, ring=False) for _ in range(3)]
+    with db.transaction() as session:
+        session.get_one(Job, ids[2]).priority = 5
+    for job_id in ids:
+        broker.ring(job_id)
+
+    service.start_worker()
+
+    started = [service.wait_for(job_id, "succeeded").started_at for job_id in ids]
+    assert sorted(ids, key=lambda job_id: started[ids.index(job_id)]) == [ids[2], ids[0], ids[1]]

@@ -125,3 +125,22 @@ def test_a_base_folder_with_a_missing_tensor_fails_in_its_first_seconds_and_name
         assert "model.layers.1.mlp.up_proj.weight" in job.error.message
         assert str(tmp_path) not in job.error.message
         assert not metrics_of(client, job_id)
+
+
+def test_a_job_that_is_paused_in_training_goes_on_with_its_next_step(settings, tmp_path):
+    with EmbeddedStack(settings) as stack, client_of(stack) as client:
+        job_id = submit(client, tmp_path, max_steps=40)
+        wait_until(lambda: len(metrics_of(client, job_id)) > 4, what="progress", timeout_s=60)
+
+        client.fine_tuning.jobs.pause(job_id)
+        paused = lambda: client.fine_tuning.jobs.retrieve(job_id).status == "paused"  # noqa: E731
+        wait_until(paused, what="the pause", timeout_s=20)
+        stopped_at = metrics_of(client, job_id)[-1]["step"]
+        client.fine_tuning.jobs.resume(job_id)
+        job = wait_until(lambda: ended(client, job_id), what="the end of the job", timeout_s=90)
+
+        assert job.status == "succeeded", job.error
+        attempts = {row["step"]: row["attempt"] for row in metrics_of(client, job_id)}
+        assert attempts == {step: 1 if step <= stopped_at else 2 for step in range(41)}
+        assert 0 < stopped_at < 40
+        assert job.model_extra["usage"]["gpu_seconds"] > 1

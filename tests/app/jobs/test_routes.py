@@ -514,3 +514,17 @@ def test_settings_that_do_not_go_together_name_the_request_s_fields(client, body
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert message in response.json()["error"]["message"]
+
+
+def test_the_queue_has_all_that_wait_in_the_order_of_their_turns(client, create):
+    running, first, urgent = create()["id"], create()["id"], create(priority=1)["id"]
+    start(running)
+    paused = create()["id"]
+    client.post(f"{JOBS}/{paused}/pause")
+
+    queue = client.get("/v1/queue").json()
+
+    assert (queue["object"], queue["num_queued"], queue["num_running"], queue["has_more"]) == ("queue", 2, 1, False)
+    assert [(job["id"], job["position"], job["priority"]) for job in queue["data"]] == [(urgent, 1, 1), (first, 2, 0)]
+    assert client.get("/v1/queue", params={"limit": 1}).json()["has_more"] is True
+    assert client.get("/v1/queue", params={"limit": 0}).json()["error"]["param"] == "limit"

@@ -7,7 +7,6 @@ import pytest
 from app import db
 from app.callers import Caller, Scope, acting_for
 from app.jobs import service, turns
-from app.jobs.models import Job
 from app.jobs.turns import Turns
 
 
@@ -83,24 +82,9 @@ def test_positions_are_the_order_in_which_many_workers_take_jobs(queue, seed):
     waiting = [queue(owner=draw.choice(owners), priority=draw.choice([0, 0, 1])) for _ in range(12)]
     told = dict(zip(waiting, positions(*waiting), strict=True))
 
-    with db.transaction() as session:  # at one moment: who is served meanwhile changes the turns of those after
-        served_at = {owner: at for owner, at in _line(session).served_at.items()}
-        order = sorted(waiting, key=lambda job_id: _key(session, job_id, waiting, served_at))
+    with db.transaction(read_only=True) as session:
+        order = turns.order(session)
 
     assert sorted(told.values()) == list(range(1, 13))
     assert [told[job_id] for job_id in order] == list(range(1, 13))
     assert take() == order[0]
-
-
-def _line(session):
-    return turns._line(session)
-
-
-def _key(session, job_id: str, waiting: list[str], served_at: dict[str, float]):
-    """The definition: priority, then how many of the owner's run or wait before it, then who was served longer ago."""
-    job = session.get_one(Job, job_id)
-    same = [other for other in map(lambda other: session.get_one(Job, other), waiting)
-            if (other.owner, other.priority) == (job.owner, job.priority)]  # fmt: skip
-    place = sum(other.id <= job.id for other in same)
-    running = _line(session).running.get(job.owner, 0)
-    return -job.priority, running + place, served_at.get(job.owner, 0.0), job.owner

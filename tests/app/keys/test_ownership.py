@@ -184,3 +184,13 @@ def test_the_filter_holds_for_every_kind_of_query(made):
         pytest.raises(jobs.NotFound),
     ):  # fmt: skip
         statements[-1](session)
+
+
+def test_the_queue_counts_everyones_jobs_and_names_only_ones_own(ada, bob, admin):
+    first, second = create(ada, upload(ada)).json()["id"], create(bob, upload(bob)).json()["id"]
+
+    seen = {who: request("GET", "/v1/queue").json() for who, request in (("bob", bob), ("admin", admin))}
+
+    assert [queue["num_queued"] for queue in seen.values()] == [2, 2]
+    assert [(job["id"], job["position"]) for job in seen["bob"]["data"]] == [(second, 2)]
+    assert [(job["id"], job["position"]) for job in seen["admin"]["data"]] == [(first, 1), (second, 2)]
