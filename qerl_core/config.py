@@ -192,6 +192,19 @@ class EvaluationConfig(Config):
     """Completions a row: 1 is greedy, more are sampled at the training temperature and averaged."""
 
 
+class SafeguardsConfig(Config):
+    """When the service pauses a run by itself (`safeguards.py`). Each looks at five steps together; null is off."""
+
+    max_grader_error_frac: float | None = Field(0.05, ge=0, lt=1)
+    """Part of the grades that may be errors. Above a tenth the run fails as `grader_failed`, in any case."""
+    max_kl: float | None = Field(1.0, gt=0)
+    """KL(rollout || policy), in nats a token."""
+    min_entropy_ratio: float | None = Field(0.05, gt=0, lt=1)
+    """The policy's entropy against that of the first five steps; of account only while the reward has not risen."""
+    min_length_ratio: float | None = Field(0.1, gt=0, lt=1)
+    """The completions' mean length, likewise."""
+
+
 class TrainConfig(Config):
     """A whole run. The same config, data and seed on the same machine give the same run."""
 
@@ -207,6 +220,8 @@ class TrainConfig(Config):
     """None: no penalty."""
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    safeguards: SafeguardsConfig | None = SafeguardsConfig()
+    """None: the service never pauses the run by itself."""
     scale_by_std: bool = True
     """Divide advantages by their group's standard deviation."""
     num_steps: int = Field(100, ge=1)

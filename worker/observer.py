@@ -16,7 +16,9 @@ from app.jobs import service
 from app.jobs.models import Checkpoint
 from app.jobs.service import Artifact, Lease
 from app.storage import file_sha256, get_store
+from qerl_core.config import SafeguardsConfig
 from qerl_core.observer import Metrics
+from qerl_core.safeguards import Watch
 
 T = TypeVar("T")
 
@@ -27,7 +29,15 @@ RECENT_STEPS = 20
 class JobObserver:
     """Writes under a lease: LeaseLost, out of any of its methods, means that the run has been superseded."""
 
-    def __init__(self, lease: Lease, *, num_steps: int, folder: Path, patience_s: float) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        *,
+        num_steps: int,
+        folder: Path,
+        patience_s: float,
+        safeguards: SafeguardsConfig | None = None,
+    ) -> None:
         self.lease = lease
         self.num_steps = num_steps
         self.folder = folder
@@ -39,6 +49,7 @@ class JobObserver:
         self.idle = True
         """No step since the start, so nothing is lost by stopping at once."""
         self._stop = False
+        self._watch = safeguards and Watch(safeguards)
         self._metrics: Metrics = {}
         self._last_at: float | None = None
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -60,14 +71,23 @@ class JobObserver:
         self._write(lambda session: service.rewind(session, self.lease, step))
         if self._write(lambda session: _checkpoint_of(session, self.lease.job_id, step)):
             self.published = step
+        if self._watch:
+            for earlier, metrics in self._write(
+                lambda session: service.metrics_until(session, self.lease.job_id, step)
+            ):
+                self._watch.take(earlier, metrics)
         self._last_at = time.monotonic()
 
     def on_step(self, step: int, metrics: Metrics) -> bool:
-        """Add the step's row. True once `stop` was called."""
+        """Add the step's row. True once `stop` was called, or when a safeguard has the job paused."""
         left = self._seconds_left(step)
         self._write(lambda session: service.record_step(session, self.lease, step, metrics, seconds_left=left))
         self._metrics, self.idle = metrics, False
-        return self._stop
+        fault = self._watch.take(step, metrics) if self._watch and step < self.num_steps else None
+        if fault is not None:
+            self._write(lambda session: service.stop(session, self.lease, fault))
+            self._watch = None  # said once
+        return self._stop or fault is not None
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Publish the adapter, unless the run goes on from a checkpoint that was published when it was made."""

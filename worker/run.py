@@ -64,13 +64,14 @@ def _run(lease: Lease, train: Train, settings: Settings) -> Callable[..., None]:
         with _folder(settings.scratch / lease.job_id) as folder:
             config = _config(lease, folder)
             observer = JobObserver(
-                lease, num_steps=config.num_steps, folder=folder, patience_s=settings.lease_timeout_s
-            )
+                lease, num_steps=config.num_steps, folder=folder, patience_s=settings.lease_timeout_s,
+                safeguards=config.safeguards,
+            )  # fmt: skip
             signal.signal(signal.SIGTERM, partial(_stop, observer))
             done = train(config, folder / "run", observer, cache=settings.cache)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if not done:
-                return partial(service.release, lease=lease, reason="its worker shut down")
+                return partial(service.release, lease=lease, reason="it was asked to stop")
             if observer.published != config.num_steps:
                 raise RuntimeError(f"the last checkpoint is step {observer.published}, not {config.num_steps}")
             return partial(service.succeed, lease=lease)

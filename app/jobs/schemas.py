@@ -71,6 +71,7 @@ RL = {
     "micro_batch_tokens": "micro_batch_tokens",
     "checkpoint_interval": "checkpoint_every",
     "max_idle_steps": "max_idle_steps",
+    "safeguards": "safeguards",
     "shuffle": "data.shuffle",
     "eval_rows": "evaluation.max_rows",
     "activation_checkpointing": "activation_checkpointing",
@@ -86,12 +87,12 @@ REQUEST_NAMES = {
     "evaluation.every": "method.reinforcement.hyperparameters.eval_interval",
     "data.valid_path": "validation_file",
 }
-"""What the request calls a field of the config; those inside `noise` and `overlong` have `rl.` before them."""
+"""What the request calls a field of the config; those of `noise`, `overlong` and `safeguards` get `rl.` before them."""
 _CONFIG_NAME = re.compile(
     r"(?<![\w.])(?:"
     + "|".join(
         [
-            r"(?:noise|overlong)\.\w+",
+            r"(?:noise|overlong|safeguards)\.\w+",
             *(
                 re.escape(name)
                 for name in sorted(REQUEST_NAMES, key=len, reverse=True)

@@ -165,6 +165,20 @@ def note(session: Session, lease: Lease, message: str) -> None:
     log(session, lease.job_id, message)
 
 
+def stop(session: Session, lease: Lease, reason: str) -> None:
+    """Have the run that holds the lease pause at its next checkpoint, unless something else has asked it to stop."""
+    asked = (Job.stop_as.is_(None), *_held(lease))
+    values = {"stop_as": JobState.PAUSED, "stop_reason": reason, "phase": "pausing"}
+    if session.scalar(update(Job).where(*asked).values(**values).returning(Job.id)) is not None:
+        log(session, lease.job_id, f"The run pauses at its next checkpoint: {reason}.", level="warn")
+
+
+def metrics_until(session: Session, job_id: str, step: int) -> list[tuple[int, dict[str, float]]]:
+    """The metrics of a job's steps up to one, in their order."""
+    query = select(StepMetrics.step, StepMetrics.values).where(StepMetrics.job_id == job_id, StepMetrics.step <= step)
+    return [(row.step, row.values) for row in session.execute(query.order_by(StepMetrics.step))]
+
+
 def rewind(session: Session, lease: Lease, step: int) -> None:
     """Start from the checkpoint of `step`: what an earlier attempt reported beyond it will be reported again."""
     _write(session, lease, step=max(step, 0))

@@ -12,6 +12,7 @@ from app.errors import LeaseLost
 from app.jobs import service
 from app.jobs.models import Checkpoint, Event, StepMetrics
 from app.storage import get_store
+from qerl_core.config import SafeguardsConfig
 from worker import observer as module
 from worker.observer import JobObserver, pack
 
@@ -158,3 +159,42 @@ def test_a_step_whose_commit_was_not_answered_is_not_counted_twice(observer, rea
         observer.on_step(1, {"tokens/trained": 5.0})
 
     assert read(lease.job_id).trained_tokens == 5
+
+
+def test_a_run_that_goes_wrong_is_stopped_and_paused_with_the_reason_in_an_event(lease, tmp_path, read):
+    guarded = JobObserver(lease, num_steps=9, folder=tmp_path, patience_s=5.0, safeguards=SafeguardsConfig())
+    guarded.on_start(-1)
+
+    stops = [guarded.on_step(step, {"mismatch/kl": 5.0}) for step in range(6)]
+    with db.transaction() as session:
+        service.release(session, lease, "it was asked to stop")
+
+    assert stops == [False] * 5 + [True]
+    assert read(lease.job_id).state == "paused"
+    assert "above max_kl 1.0" in read(lease.job_id).stop_reason
+    assert [level for _, level, message in rows(Event.id, Event.level, Event.message) if "max_kl" in message] == [
+        "warn", "info"
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_is_held_against_its_first_steps(lease, tmp_path):
+    def observe() -> JobObserver:
+        return JobObserver(lease, num_steps=30, folder=tmp_path, patience_s=5.0, safeguards=SafeguardsConfig())
+
+    first = observe()
+    first.on_start(-1)
+    for step in range(1, 6):
+        first.on_step(step, {"policy/entropy": 1.0, "reward/mean": 0.5})
+    second = observe()
+    second.on_start(5)
+
+    stops = [second.on_step(step, {"policy/entropy": 0.01, "reward/mean": 0.4}) for step in range(6, 11)]
+
+    assert stops == [False] * 4 + [True]
+
+
+def test_the_last_step_ends_a_run_whatever_it_looks_like(lease, tmp_path):
+    guarded = JobObserver(lease, num_steps=5, folder=tmp_path, patience_s=5.0, safeguards=SafeguardsConfig())
+    guarded.on_start(-1)
+
+    assert not any(guarded.on_step(step, {"mismatch/kl": 5.0}) for step in range(6))

@@ -84,6 +84,12 @@ KNOBS = {
     "micro_batch_tokens": 1024,
     "checkpoint_interval": 5,
     "max_idle_steps": None,
+    "safeguards": {
+        "max_grader_error_frac": 0.02,
+        "max_kl": None,
+        "min_entropy_ratio": 0.2,
+        "min_length_ratio": 0.3,
+    },
     "shuffle": False,
     "eval_rows": 9,
     "activation_checkpointing": "on",
