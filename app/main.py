@@ -11,6 +11,7 @@ from app import answers, broker, health, logs
 from app.dependencies import bearer
 from app.files.routes import router as files
 from app.graders.routes import router as graders
+from app.jobs.preflight import router as preflight
 from app.jobs.queue import router as queue
 from app.jobs.routes import router as jobs
 from app.keys.routes import router as keys
@@ -40,7 +41,7 @@ def create_app() -> FastAPI:
     app.add_middleware(Authentication)
     app.add_middleware(RequestContext)  # added last, so it is the outermost
     answers.install(app)
-    for router in (files, graders, jobs, queue, models, keys):
+    for router in (files, graders, preflight, jobs, queue, models, keys):
         app.include_router(router, dependencies=[bearer])
     app.include_router(health.router)
     return app

@@ -13,7 +13,7 @@ from app.errors import BadRequest, JobConflict
 from app.files.models import File
 from app.jobs import service
 from app.jobs.models import Job
-from app.jobs.schemas import JobRequest, resolve
+from app.jobs.schemas import JobRequest, Plan, resolve
 from app.jobs.state import JobState
 from app.models.catalog import CatalogModel, get_catalog
 from app.storage import get_store
@@ -48,6 +48,20 @@ def create(request: JobRequest, repeat: Repeat) -> tuple[Job, bool]:
         arrived_at = session.scalars(select(now())).one()
         if known := _known(session, repeat, arrived_at):
             return known, False
+    plan, files = planned(request)
+    job = Job(
+        model=request.model, training_file=request.training_file, validation_file=request.validation_file,
+        suffix=request.suffix,
+        request=plan.request, config=plan.config.model_dump(mode="json"), total_steps=plan.config.num_steps,
+        idempotency_key=repeat.key, fingerprint=repeat.fingerprint, retried=repeat.retried,
+        priority=request.priority, limits=request.limits.stored() if request.limits else {},
+    )  # fmt: skip
+    return _add(job, {param: file.id for param, file in files.items()}, repeat, arrived_at)
+
+
+def planned(request: JobRequest) -> tuple[Plan, dict[str, File]]:
+    """What a create would come to, and its files by parameter. Every check of a create, and no side effect."""
+    with transaction(read_only=True) as session:
         model = _base_model(request.model)
         train = _file(session, request.training_file, "training_file")
         valid = None
@@ -56,13 +70,7 @@ def create(request: JobRequest, repeat: Repeat) -> tuple[Job, bool]:
     files = {"training_file": train} | ({"validation_file": valid} if valid else {})
     plan = resolve(request, model=model, train=train, valid=valid)
     _check_grader(plan.config.grader, files)
-    job = Job(
-        model=model.id, training_file=train.id, validation_file=valid and valid.id, suffix=request.suffix,
-        request=plan.request, config=plan.config.model_dump(mode="json"), total_steps=plan.config.num_steps,
-        idempotency_key=repeat.key, fingerprint=repeat.fingerprint, retried=repeat.retried,
-        priority=request.priority, limits=request.limits.stored() if request.limits else {},
-    )  # fmt: skip
-    return _add(job, {param: file.id for param, file in files.items()}, repeat, arrived_at)
+    return plan, files
 
 
 def retry(job_id: str, repeat: Repeat) -> tuple[Job, bool]:

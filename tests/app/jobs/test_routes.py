@@ -528,3 +528,37 @@ def test_the_queue_has_all_that_wait_in_the_order_of_their_turns(client, create)
     assert [(job["id"], job["position"], job["priority"]) for job in queue["data"]] == [(urgent, 1, 1), (first, 2, 0)]
     assert client.get("/v1/queue", params={"limit": 1}).json()["has_more"] is True
     assert client.get("/v1/queue", params={"limit": 0}).json()["error"]["param"] == "limit"
+
+
+def test_a_create_is_validated_without_one_and_estimated_from_the_jobs_before(client, body, create):
+    asked = body | {"seed": 5, "rl": {"max_steps": 10}}
+    path = f"{JOBS}/validate"
+
+    first = client.post(path, json=asked)
+    assert first.status_code == 200
+    assert client.get(JOBS).json()["data"] == []
+    assert first.json()["estimate"] == {
+        "total_steps": 10, "completions": 640, "max_completion_tokens": 640 * 512, "gpu_seconds": None, "from_jobs": 0
+    }  # fmt: skip
+    job = create(seed=5, rl={"max_steps": 5})
+    lease = start(job["id"])
+    with db.transaction() as session:
+        session.get_one(Job, job["id"]).gpu_seconds = 30.0
+        service.succeed(session, lease)
+    second = client.post(path, json=asked).json()
+    third = create(seed=5, rl={"max_steps": 10})
+
+    assert second["estimate"]["from_jobs"] == 1
+    assert second["estimate"]["gpu_seconds"] == pytest.approx(60.0, abs=5)
+    shared = ("model", "method", "hyperparameters", "resolved_config", "warnings")
+    assert {name: second[name] for name in shared} == {name: third[name] for name in shared}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": "gpt-4o"}, {"rl": {"group_size": 1}}, {"training_file": "file-none"}, {"lora": {"rank": 512}}]
+)
+def test_what_a_create_refuses_its_validation_refuses_with_the_same_words(client, body, changes):
+    refused, told = client.post(JOBS, json=body | changes), client.post(f"{JOBS}/validate", json=body | changes)
+
+    assert refused.status_code == told.status_code == 400
+    assert refused.json() == told.json()
