@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 from fastapi import FastAPI
 
@@ -19,10 +19,14 @@ from app.middleware import Authentication, BodyLimit, RequestContext
 from app.models.catalog import BadModelsFile, get_catalog
 from app.models.routes import router as models
 from app.settings import get_settings
+from app.webhooks import delivery
+from app.webhooks.routes import router as webhooks
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+WEBHOOKS_S = 1.0
+"""Between looks into the outbox."""
 
 
 def create_app() -> FastAPI:
@@ -41,7 +45,7 @@ def create_app() -> FastAPI:
     app.add_middleware(Authentication)
     app.add_middleware(RequestContext)  # added last, so it is the outermost
     answers.install(app)
-    for router in (files, graders, preflight, jobs, queue, models, keys):
+    for router in (files, graders, preflight, jobs, queue, models, keys, webhooks):
         app.include_router(router, dependencies=[bearer])
     app.include_router(health.router)
     return app
@@ -51,23 +55,27 @@ def create_app() -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if not logging.getLogger().handlers:  # nobody has set them up: uvicorn was started by hand
         logs.setup()
-    with _sweeping():
+    with ExitStack() as threads:
+        # A lost message or worker is found without any worker. Webhooks leave from here and not from workers, whose
+        # main process forks and must hold no lock of a connection's then.
+        threads.enter_context(_repeating("sweep", lambda: broker.sweep(), every_s=get_settings().sweep_s))
+        threads.enter_context(_repeating("webhooks", lambda: delivery.deliver_due(), every_s=WEBHOOKS_S))
         yield
 
 
 @contextmanager
-def _sweeping() -> Iterator[None]:
-    """Sweep on a thread, so that a lost message or worker is found without any worker."""
+def _repeating(name: str, work: Callable[[], object], *, every_s: float) -> Iterator[None]:
+    """Do `work` on a thread, again and again."""
     stopped = threading.Event()
 
-    def sweep() -> None:
-        while not stopped.wait(get_settings().sweep_s):
+    def run() -> None:
+        while not stopped.wait(every_s):
             try:
-                broker.sweep()
-            except Exception:  # the database is away: the next sweep finds what this one would have
-                logger.exception("a sweep failed")
+                work()
+            except Exception:  # the database is away: the next time finds what this one would have
+                logger.exception("%s failed", name)
 
-    thread = threading.Thread(target=sweep, name="sweep", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     try:
         yield

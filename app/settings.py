@@ -35,6 +35,9 @@ class Settings(BaseSettings):
     """A key with the admin scope, for those who set up the service by variables: a long random text."""
     requests_per_minute: int | None = Field(None, ge=1)
     """So many a key may send, over all API processes; None: any number."""
+    private_hosts: tuple[str, ...] = ()
+    """Hosts that webhooks may be sent to though they are not on the public internet, also without TLS. As JSON in the
+    environment."""
     organization: str = "local"
     """The third part of a fine-tuned model's name."""
     max_upload_bytes: int = Field(512 * 1024**2, gt=0)

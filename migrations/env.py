@@ -5,7 +5,8 @@ from sqlalchemy import Connection, text
 
 import app.files.models
 import app.jobs.models
-import app.keys.models  # noqa: F401 - they fill Base.metadata
+import app.keys.models
+import app.webhooks.models  # noqa: F401 - they fill Base.metadata
 from app.db import Base, make_engine
 from app.settings import get_settings
 

@@ -17,6 +17,7 @@ from app.jobs import turns
 from app.jobs.models import Checkpoint, Event, Job, StepMetrics
 from app.jobs.state import ENDED, SOURCES, JobState
 from app.settings import get_settings
+from app.webhooks import outbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ def enter(session: Session, job_id: str, state: JobState, *where: ColumnElement[
     if session.scalar(move) is None:
         current = get(session, job_id).state
         raise JobConflict(f"Job {job_id} is {current} and cannot become {state}.", param="fine_tuning_job_id")
+    outbox.record(session, job_id, state)
 
 
 def claim(session: Session, job_id: str, worker: str) -> Lease:

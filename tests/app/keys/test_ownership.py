@@ -13,6 +13,7 @@ from app.jobs.service import Artifact
 from app.jobs.state import JobState
 from app.keys import service
 from app.storage import get_store
+from app.webhooks.models import WebhookEndpoint
 from tests.app.conftest import MODEL, reinforcement, sums
 
 
@@ -65,6 +66,12 @@ def made(ada) -> dict[str, str]:
         jobs.succeed(session, lease)
         name = jobs.get(session, job_id).fine_tuned_model
         ids = {"file_id": file_id, "job_id": job_id, "checkpoint": checkpoint.id, "model": name}
+        endpoint = WebhookEndpoint(
+            id="whend_1", owner="ada", name="n", url="https://192.0.2.1/", event_types=["fine_tuning.job.failed"],
+            secret="whsec_" + "A" * 44,
+        )  # fmt: skip
+        session.add(endpoint)
+        ids["webhook_endpoint_id"] = endpoint.id
     with get_store().fs.open(get_store()._path("archive"), "wb") as archive:
         archive.write(b"tar")
     return ids
