@@ -129,7 +129,7 @@ def test_every_event_type_is_told_of_the_move_it_names(client, create, receiver)
 def test_a_move_that_is_rolled_back_is_not_told(client, create, endpoint):
     job_id = create()["id"]
 
-    with pytest.raises(RuntimeError), transaction() as session:
+    with pytest.raises(RuntimeError), transaction() as session:  # noqa: PT012 - it comes before the commit
         jobs.cancel(session, job_id)
         raise RuntimeError
 
